@@ -72,6 +72,13 @@ def main():
                 if program != "tests/consumers/main.cpp":
                     host(program + ", compiled part", ROOT / program, "-DLOWRANKKV_COMPILED=1")
         if wanted("cuda") and nvcc:
+            cuda_include = ["-isystem", pathlib.Path(nvcc).resolve().parent.parent / "include"]
+            host("cuda.hpp", write("cuda_hpp", ["#include <lowrankkv/cuda.hpp>"]), *cuda_include)
+            host("bench/compile/light.cpp", ROOT / "bench/compile/light.cpp", *cuda_include)
+            umbrella = pathlib.Path(folder, "umbrella.cu")
+            umbrella.write_text("#include <lowrankkv/cuda/presets.cuh>\n")
+            jobs.append(("cuda/presets.cuh", "nvcc", [nvcc, "-std=c++20", "-O3", "-arch=sm_90", "-I", ROOT / "include", "-c",
+                                                      umbrella, "-o", pathlib.Path(folder, "object.o")]))
             for program in CUDA_PROGRAMS:
                 for name, flags in [(program, []), (program + ", one shape", ["-DLOWRANKKV_ONE_SHAPE"])]:
                     jobs.append((name, "nvcc", [nvcc, "-std=c++20", "-O3", "-arch=sm_90", *flags, "-I", ROOT / "include",

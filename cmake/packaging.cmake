@@ -15,7 +15,7 @@ install(EXPORT lowrankkvCudaTargets NAMESPACE lowrankkv:: DESTINATION "${package
 
 configure_package_config_file(cmake/lowrankkvConfig.cmake.in "${PROJECT_BINARY_DIR}/lowrankkvConfig.cmake" INSTALL_DESTINATION "${package_dir}")
 write_basic_package_version_file("${PROJECT_BINARY_DIR}/lowrankkvConfigVersion.cmake" COMPATIBILITY SameMinorVersion ARCH_INDEPENDENT)
-install(FILES "${PROJECT_BINARY_DIR}/lowrankkvConfig.cmake" "${PROJECT_BINARY_DIR}/lowrankkvConfigVersion.cmake" cmake/lowrankkv_compiled.cmake DESTINATION "${package_dir}")
+install(FILES "${PROJECT_BINARY_DIR}/lowrankkvConfig.cmake" "${PROJECT_BINARY_DIR}/lowrankkvConfigVersion.cmake" cmake/lowrankkv_compiled.cmake cmake/lowrankkv_cuda_caches.cmake DESTINATION "${package_dir}")
 
 configure_file(cmake/lowrankkv.pc.in lowrankkv.pc @ONLY)
 install(FILES "${PROJECT_BINARY_DIR}/lowrankkv.pc" DESTINATION "${CMAKE_INSTALL_DATADIR}/pkgconfig")

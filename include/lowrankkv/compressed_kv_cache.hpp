@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file compressed_kv_cache.hpp  CompressedKVCache: the KV cache of one attention layer, for many
-/// sequences.
+/// sequences, on any backend.
+///
+/// The class says what the calls do; Backend::Calls does it (cpu/cache/calls.hpp,
+/// cuda/cache/calls.hpp). Include the backend: lowrankkv.hpp or presets.hpp for the CPU;
+/// cuda/presets.cuh for CUDA sources; cuda.hpp where kernels are compiled elsewhere.
 #pragma once
 
 #include <algorithm>
@@ -9,14 +13,20 @@
 #include <memory>
 #include <span>
 #include <utility>
-#include <vector>
 
+#include "lowrankkv/basis/layer_basis.hpp"
 #include "lowrankkv/core/cache_config.hpp"
+#include "lowrankkv/core/calls.hpp"
+#include "lowrankkv/core/descriptors.hpp"
 #include "lowrankkv/core/engine_pages.hpp"
+#include "lowrankkv/core/error.hpp"
 #include "lowrankkv/core/memory_usage.hpp"
+#include "lowrankkv/core/page_allocator.hpp"
+#include "lowrankkv/core/partial_attention.hpp"
+#include "lowrankkv/core/position_shifts.hpp"
+#include "lowrankkv/core/sequence_table.hpp"
 #include "lowrankkv/core/statistics.hpp"
-#include "lowrankkv/cpu/backend.hpp"
-#include "lowrankkv/detail/cache_base.hpp"
+#include "lowrankkv/core/views.hpp"
 #include "lowrankkv/fwd.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -25,534 +35,528 @@ LOWRANKKV_NAMESPACE_BEGIN
 /// that attention reads without decoding them.
 ///
 /// A row is (sequence, KV head, token). It enters the tail at full rank. When the tail is flushed,
-/// the token policy decides whether the row stays full, or the current epoch's maps project it to
-/// coefficients. attend() is softmax attention over [full rows, decode(coefficients), tail],
-/// computed without decoding.
+/// the token policy decides whether the row stays full, is dropped, or is projected to coefficients
+/// by the current epoch's maps. attend() is softmax attention over [full rows,
+/// decode(coefficients), tail], computed without decoding.
 ///
-/// Not thread-safe: one thread calls a cache at a time. The work runs on the cache's thread pool.
-/// After any error the cache is unchanged.
+/// **On the CPU** views point to host memory, a call returns when its work is done, and the stream
+/// argument is empty. The work runs on the cache's threads.
+///
+/// **On a GPU** views point to device memory, and a call enqueues its work on the given stream and
+/// returns; a call that waits says so. append(), attend(), attend_partial() and accumulate()
+/// allocate nothing, wait for nothing and can be captured in a CUDA graph. Every other call that
+/// takes a stream raises StateError during capture. A captured append() advances the device's
+/// lengths at every replay; the host's advance by advance(), before each replay. A graph is valid
+/// until one of its sequences is erased. Calls are on one stream, or on streams that wait for each
+/// other. docs/embedding.md has a table of all calls.
+///
+/// A row is refused if it is not finite, or, with config.check_finite, if its stored type cannot
+/// hold it. The CPU raises ValueError before anything changes. A GPU stores zeros and counts it in
+/// faults(): append() zeroes the token's rows in all heads, prefill() and ingest() the row of that
+/// head only.
+///
+/// Not thread-safe: one thread calls a cache at a time. After any error the cache is unchanged.
+///
+/// @tparam Backend  Cpu, Cuda or CudaWith<a kernel set>
+/// @tparam EpochPolicy  how many epochs a sequence keeps
 template <class Backend, class Basis, class Updater, class TokenPolicy, class Quantizer,
           class EpochPolicy>
-class CompressedKVCache
-    : detail::CacheBase<Backend, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy> {
-  using Base = detail::CacheBase<Backend, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
-  using Base::layer_;
-  using Base::sequences_;
-  using typename Base::Layer;
+class CompressedKVCache : Backend::template Diagnosis<Basis, Updater, TokenPolicy, Quantizer> {
+  static constexpr bool has_streams = Backend::has_streams;
+  static constexpr bool accumulates_scores = Backend::template accumulates_scores<TokenPolicy>;
 
  public:
-  // The steps of the algorithm (compress_rows, fork_slot, ...) belong to the backend. Argument-
-  // dependent lookup finds them in the namespace of `layer_`.
+  /// @brief The cache's state on the backend.
+  using Layer =
+      typename Backend::template Layer<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
+  using Calls = typename Backend::template Calls<Layer>;               ///< what the calls do
   using PolicySet = Policies<Basis, Updater, TokenPolicy, Quantizer>;  ///< policy parameters
   using Pool = typename Backend::Pool;                                 ///< owner of the pages
-  using Executor = typename Backend::Executor;                         ///< threads
-  /// @brief What the layers of a model share besides pages: threads.
-  using Shared = std::shared_ptr<Executor>;
+  /// @brief A cudaStream_t (the default stream if not given), or on the CPU an empty struct.
+  using Stream = typename Backend::Stream;
+  /// @brief What the layers of a model share besides pages: threads (CPU), or the workspace of
+  /// attend() (GPU).
+  using Shared = typename Backend::Shared;
 
-  /// @brief Makes an empty cache.
+  /// @brief Makes an empty cache. On a GPU it allocates.
   /// @param basis    the calibrated maps, one HeadBasis per KV head; may be empty if the token
   /// policy compresses nothing
-  /// @param pool     pages shared with other layers; null: the cache makes its own pool
-  /// (config.page_bytes, config.num_pages)
-  /// @param threads  threads shared with other layers and the engine; null: the cache makes
-  /// config.num_threads threads
-  /// @throws ShapeError, ValueError, CapacityError naming both values
+  /// @param pool     pages shared with other layers; null: the cache makes its own pool of
+  /// config.num_pages pages of config.page_bytes bytes (0: as many, and as large, as it can need)
+  /// @param shared   CPU: threads, shared with other layers and the engine. GPU: device memory of
+  /// workspace_bytes() bytes, which outlives the cache; layers whose calls run one after the other
+  /// can share it. Null: the cache makes its own
+  /// @throws ShapeError, ValueError, CapacityError naming both values; DeviceError
   explicit CompressedKVCache(const CacheConfig& config, LayerBasis basis = {},
-                             PolicySet policies = {}, std::shared_ptr<Pool> pool = nullptr,
-                             std::shared_ptr<Executor> threads = nullptr)
-      : Base(config, std::move(basis), policies, std::move(pool), std::move(threads)) {}
+                             const PolicySet& policies = {}, std::shared_ptr<Pool> pool = nullptr,
+                             Shared shared = {})
+      : layer_(
+            Calls::make(config, std::move(basis), policies, std::move(pool), std::move(shared))) {}
 
   /// @brief Raises what the constructor would raise for these arguments.
-  static void check(CacheConfig config, const LayerBasis& basis, const PolicySet& policies = {}) {
-    Base::checked(config, basis, policies, nullptr);
+  static void check(const CacheConfig& config, const LayerBasis& basis,
+                    const PolicySet& policies = {}) {
+    Calls::check(config, basis, policies);
   }
   /// @brief Number of pages of config.page_bytes bytes (0: the default size) that max_sequences
   /// sequences of max_tokens tokens can ever need.
   static std::int64_t num_pages(const CacheConfig& config, const LayerBasis& basis,
                                 const PolicySet& policies) {
-    check(config, basis, policies);
-    return Layer::sizes(config, basis, policies.basis, policies.token_policy, policies.quantizer)
-        .num_pages;
+    return pool_size(config, {&basis, 1}, policies).num_pages;
   }
   /// @brief Page size in bytes: config.page_bytes, or the default if that is 0.
   static std::size_t page_bytes(const CacheConfig& config, const LayerBasis& basis,
                                 const PolicySet& policies) {
-    check(config, basis, policies);
-    return Layer::sizes(config, basis, policies.basis, policies.token_policy, policies.quantizer)
-        .page_bytes;
+    return pool_size(config, {&basis, 1}, policies).page_bytes;
   }
-
-  /// @brief Size of the pool that layers with these bases can ever need. @throws as the constructor
+  /// @brief Size of the pool that layers with these bases can ever need. Pages have
+  /// config.page_bytes bytes, or, if that is 0, a size that suits all layers.
+  /// @throws as the constructor
   static PoolSize pool_size(const CacheConfig& config, std::span<const LayerBasis> bases,
                             const PolicySet& policies) {
-    PoolSize size{page_bytes(config, bases.front(), policies), 0};
-    for (const LayerBasis& basis : bases) size.num_pages += num_pages(config, basis, policies);
-    return size;
+    return Calls::pool_size(config, bases, policies);
   }
-  /// @brief Makes the resources that layers share: config.num_threads threads.
-  static Shared make_shared(const CacheConfig& config, std::span<const LayerBasis>,
-                            const PolicySet&) {
-    return std::make_shared<Executor>(config.num_threads);
+  /// @brief Makes what layers share: config.num_threads threads, or a workspace for the layer that
+  /// needs most, which allocates on the device.
+  static Shared make_shared(const CacheConfig& config, std::span<const LayerBasis> bases,
+                            const PolicySet& policies) {
+    return Calls::make_shared(config, bases, policies);
   }
-  /// @brief Bytes of the resources that layers share: threads count as none.
-  static std::size_t bytes_of(const Shared&) { return 0; }
+  /// @brief Bytes of what layers share. Threads count as none.
+  static std::size_t bytes_of(const Shared& shared) { return Calls::bytes_of(shared); }
+  /// @brief Bytes of the workspace that attend() needs, for a caller that lends it.
+  ///
+  /// Joint values with pre-RoPE keys need logits in it: 4 bytes per query column and row of the
+  /// compressed lists of all sequences, for as many chunks of columns as 64 MiB hold, and for one
+  /// chunk at least (cuda/state/workspace.cuh).
+  static std::size_t workspace_bytes(const CacheConfig& config, const LayerBasis& basis,
+                                     const PolicySet& policies) requires(has_streams) {
+    return Calls::workspace_bytes(config, basis, policies);
+  }
 
   /// @brief Starts an empty sequence. @throws SequenceError if it exists, CapacityError beyond
   /// max_sequences
-  void create(SequenceId seq) { open_slot(layer_, sequences_.add(seq)); }
-  /// @brief Whether the sequence exists (by create(), fork() or load()).
-  bool contains(SequenceId seq) const { return sequences_.contains(seq); }
+  void create(SequenceId seq, Stream stream = {}) { Calls::create(*layer_, seq, stream); }
+  /// @brief Starts `target` as a copy of `source`. Pages and epochs are shared until one of the two
+  /// writes to them (copy-on-write). On a GPU the tail, the tables and the sequence's own epochs
+  /// are copied.
+  /// @throws SequenceError if target exists, CapacityError beyond max_sequences
+  void fork(SequenceId source, SequenceId target, Stream stream = {}) {
+    Calls::fork(*layer_, source, target, stream);
+  }
+  /// @brief Ends a sequence, even one with an unfinished prompt, and frees what no other sequence
+  /// shares. On a GPU, work that is enqueued later may use its pages.
+  void erase(SequenceId seq, Stream stream = {}) { Calls::erase(*layer_, seq, stream); }
+  /// @brief Whether the sequence exists: made by create(), fork() or load(), and not erased.
+  bool contains(SequenceId seq) const { return Calls::sequences(layer()).contains(seq); }
+  /// @brief Number of sequences that create() still has room for.
+  int num_free_sequences() const { return Calls::sequences(layer()).num_free(); }
+  /// @brief Tokens of a sequence, prompt rows of an unfinished chunk included.
+  std::int64_t num_tokens(SequenceId seq) const { return Calls::num_tokens(layer(), seq); }
+  /// @brief Tokens in the tail: the last tokens of the sequence, at full rank.
+  int tail_length(SequenceId seq) const { return Calls::tail_length(layer(), seq); }
   /// @brief Sets the number of tokens that a sequence, and copies made of it later, may have: at
-  /// most config.max_tokens. @throws CapacityError if max_tokens exceeds config.max_tokens or is
-  /// below the sequence's length
+  /// most config.max_tokens. Host only.
+  /// @throws CapacityError if max_tokens exceeds config.max_tokens or is below the sequence's
+  /// length
   void limit(SequenceId seq, std::int64_t max_tokens) {
-    sequences_.limit(sequences_.find(seq), max_tokens, num_tokens(seq));
+    detail::SequenceTable& table = Calls::sequences(*layer_);
+    table.limit(table.find(seq), max_tokens, num_tokens(seq));
   }
   /// @brief Raises what limit() would raise for these arguments.
   void check_limit(SequenceId seq, std::int64_t max_tokens) const {
-    sequences_.check_limit(max_tokens, num_tokens(seq));
+    Calls::sequences(layer()).check_limit(max_tokens, num_tokens(seq));
   }
   /// @brief Tokens that a sequence may have.
   std::int64_t max_tokens(SequenceId seq) const {
-    return sequences_.max_tokens(sequences_.find(seq));
+    const detail::SequenceTable& table = Calls::sequences(layer());
+    return table.max_tokens(table.find(seq));
   }
-  /// @brief Tokens of a sequence, prompt rows of an unfinished chunk included.
-  std::int64_t num_tokens(SequenceId seq) const { return lengths(seq).num_tokens; }
-  /// @brief Tokens in the tail: the last tokens of the sequence, at full rank.
-  int tail_length(SequenceId seq) const { return lengths(seq).tail_length; }
 
   /// @brief Attends to a prompt exactly, then compresses it. out = causal softmax attention of
   /// `query` over the stored rows, the earlier rows of its chunk, and its own row.
   ///
+  /// All but the last `recent` rows leave full rank, as the token policy says. With HeavyHitters,
+  /// rows accumulate the attention that they receive from these queries. On a GPU, rows of the
+  /// prompt are rounded to full_type before they are attended to.
+  ///
   /// config.prefill_chunk = C splits the prompt into chunks of C tokens, wherever the calls split
-  /// it. A chunk attends exactly to itself, and to the stored form of earlier chunks. Memory: twice
-  /// K and V of one chunk in f32.
+  /// it (0: one chunk). A chunk attends exactly to itself, and to the stored form of earlier
+  /// chunks. Memory on the CPU: twice K and V of one chunk in f32. On a GPU, rows of a chunk that
+  /// comes in several calls are staged at full_type and packed again in each call.
+  ///
+  /// GPU: buffers grow to the longest chunk so far, and growing waits for the device. The end of a
+  /// chunk reads row counts back and waits for the stream where ResidualOutliers
+  /// - has a threshold;
+  /// - is combined with HeavyHitters;
+  /// - is combined with SnapKV under FrequentDirections.
   /// @param query [n, num_qo_heads, head_dim], post-RoPE
   /// @param key, value [n, num_kv_heads, head_dim]; post-RoPE keys, or with Rope::pre pre-RoPE keys
   /// @param out   [n, num_qo_heads, head_dim]
   /// @param lse   [n, num_qo_heads], natural log, optional
   /// @param prompt  Prompt::continues: more of this prompt comes in a later call. Until the prompt
-  /// is complete, append, attend, maintain, truncate, remove and fork raise StateError
+  /// is complete, append, attend, accumulate, maintain, truncate, remove, fork, save,
+  /// shift_positions and divide_positions raise StateError
+  /// @throws as ingest()
   void prefill(SequenceId seq, const QueryView& query, const KeyView& key, const ValueView& value,
-               const OutputView& out, const LseView& lse = {}, Prompt prompt = Prompt::complete) {
-    const int slot = sequences_.find(seq);
-    this->check_prompt(slot, key, value);
-    this->check_query(query, key.num_tokens);
-    detail::check_rows("out", out, key.num_tokens, layer_.config.shape.num_qo_heads,
-                       layer_.head_dim());
-    this->check_lse(lse, key.num_tokens);
-    this->for_each_piece(slot, key, value, prompt,
-                         [&](std::int64_t first, std::int64_t count, std::int64_t own_row) {
-                           layer_.sequence(slot).chunk.add_queries(query.tokens(first, count));
-                           this->attend_piece(slot, query.tokens(first, count),
-                                              out.tokens(first, count), lse.tokens(first, count),
-                                              own_row);
-                         });
+               const OutputView& out, const LseView& lse, Prompt prompt, Stream stream = {}) {
+    Calls::prefill(*layer_, seq, query, key, value, out, lse, prompt, stream);
+  }
+  void prefill(SequenceId seq, const QueryView& query, const KeyView& key, const ValueView& value,
+               const OutputView& out, const LseView& lse = {}, Stream stream = {}) {
+    prefill(seq, query, key, value, out, lse, Prompt::complete, stream);
   }
 
   /// @brief Stores a prompt that the engine attended to itself: prefill() without attention.
+  /// Chunks, allocations and waits are those of prefill().
   /// @param q_window  queries of the last w tokens, [w, num_qo_heads, head_dim], post-RoPE. Needed
   /// by updaters that select prompt rows by score and by token policies that score rows:
   /// - SnapKV and such updaters: w at least their window, or all tokens of a shorter prompt; all n
   ///   tokens if a chunk ends inside the call
   /// - HeavyHitters: all n tokens; the call then computes their attention
-  void ingest(SequenceId seq, const KeyView& key, const ValueView& value,
-              const QueryView& q_window = {}, Prompt prompt = Prompt::complete) {
-    const int slot = sequences_.find(seq);
-    this->check_prompt(slot, key, value);
-    this->check_query_window(slot, q_window, key.num_tokens);
-    const std::int64_t offset = key.num_tokens - q_window.num_tokens;
-    this->for_each_piece(slot, key, value, prompt,
-                         [&](std::int64_t first, std::int64_t count, std::int64_t own_row) {
-                           const std::int64_t begin = (std::max)(first, offset);
-                           if (first + count > begin)
-                             layer_.sequence(slot).chunk.add_queries(
-                                 q_window.tokens(begin - offset, first + count - begin));
-                           // Accumulated scores need normalised attention: attend, and discard the
-                           // outputs.
-                           if constexpr (Base::accumulates_scores) {
-                             std::vector<float> out(
-                                 static_cast<std::size_t>(count) *
-                                 static_cast<std::size_t>(q_window.num_heads * q_window.head_dim));
-                             this->attend_piece(
-                                 slot, q_window.tokens(first, count),
-                                 {out.data(), count, q_window.num_heads, q_window.head_dim}, {},
-                                 own_row);
-                           }
-                         });
+  /// @throws ShapeError; CapacityError beyond max_tokens or if the pool lacks the pages
+  void ingest(SequenceId seq, const KeyView& key, const ValueView& value, const QueryView& q_window,
+              Prompt prompt, Stream stream = {}) {
+    Calls::ingest(*layer_, seq, key, value, q_window, prompt, stream);
   }
-
+  /// @brief Stores a complete prompt.
+  void ingest(SequenceId seq, const KeyView& key, const ValueView& value,
+              const QueryView& q_window = {}, Stream stream = {}) {
+    ingest(seq, key, value, q_window, Prompt::complete, stream);
+  }
+  /// @brief Stores a complete prompt whose queries no policy needs.
+  void ingest(SequenceId seq, const KeyView& key, const ValueView& value,
+              Stream stream) requires(has_streams) {
+    ingest(seq, key, value, {}, Prompt::complete, stream);
+  }
   /// @brief Ends a prompt whose last part came with Prompt::continues, and compresses the rows that
-  /// are still pending. @throws CapacityError if the pool lacks the pages
-  void finish_prompt(SequenceId seq) {
-    const int slot = sequences_.find(seq);
-    PageDemand demand;
-    this->demand_rows(slot, 0, Phase::prefill, demand);
-    // Other sequences may have taken pages since the last call.
-    layer_.pool->allocator().require(demand.total());
-    if (!layer_.sequence(slot).chunk.empty()) this->commit_chunk(slot);
-    layer_.sequence(slot).prompt_open = false;
+  /// are still pending. On a GPU, waits for row counts where prefill() does.
+  /// @throws CapacityError if other sequences have taken the pages since
+  void finish_prompt(SequenceId seq, Stream stream = {}) {
+    Calls::finish_prompt(*layer_, seq, stream);
   }
 
   /// @brief Adds m tokens to the tail of each sequence: rows [i m, (i + 1) m) belong to seqs[i].
-  /// Allocates nothing.
+  /// Allocates nothing. Capturable.
   /// @param key, value [seqs.size() * m, num_kv_heads, head_dim]
   /// @throws CapacityError if a tail or max_tokens would be exceeded (call maintain() between
-  /// steps)
-  void append(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value) {
-    const int m = this->check_append(seqs, key, value, layer_.config.tail_capacity);
-    for (std::size_t i = 0; i < seqs.size(); ++i)
-      layer_.append_tail(sequences_.find(seqs[i]), key, value, static_cast<std::int64_t>(i) * m, m);
+  /// steps); SequenceError if a sequence is named twice
+  void append(std::span<const SequenceId> seqs, const KeyView& key, const ValueView& value,
+              Stream stream = {}) {
+    Calls::append(*layer_, seqs, key, value, stream);
   }
   /// @brief append() to one sequence.
-  void append(SequenceId seq, const KeyView& key, const ValueView& value) {
-    append(std::span(&seq, 1), key, value);
+  void append(SequenceId seq, const KeyView& key, const ValueView& value, Stream stream = {}) {
+    append(std::span(&seq, 1), key, value, stream);
+  }
+  /// @brief Advances the host's lengths before a replay of a captured append() of m tokens per
+  /// sequence.
+  /// @throws as append()
+  void advance(std::span<const SequenceId> seqs, int m) requires(has_streams) {
+    Calls::advance(*layer_, seqs, m);
+  }
+  /// @brief Raises what advance() would raise for these arguments.
+  void check_advance(std::span<const SequenceId> seqs, int m) const requires(has_streams) {
+    Calls::check_advance(layer(), seqs, m);
   }
 
-  /// @brief Flushes every tail longer than recent + T, T rows at a time: the updater observes the
-  /// rows, they are compressed, and epochs are published and merged.
+  /// @brief Flushes every tail longer than recent + T rows, T = config.flush_interval rows at a
+  /// time: the updater observes the rows, they are compressed, and epochs are published and merged.
+  ///
+  /// GPU: a few launches for the whole batch, one more per sequence that needs pages. With
+  /// config.keep_residuals, some more per sequence, and some per 2048 rows that are or could be
+  /// re-projected to another epoch. Waits for nothing, except for row counts where ResidualOutliers
+  /// has a threshold or is combined with HeavyHitters. Allocates nothing, except after load() of a
+  /// HeavyHitters sequence that was truncated before it was saved.
   /// @throws CapacityError, before anything is flushed, if the pool lacks pages for all sequences
-  void maintain(std::span<const SequenceId> seqs) {
-    layer_.pool->allocator().require(pages_to_maintain(seqs));
-    for (const SequenceId seq : seqs) this->flush(sequences_.find(seq));
+  void maintain(std::span<const SequenceId> seqs, Stream stream = {}) {
+    Calls::maintain(*layer_, seqs, stream);
   }
-  void maintain(SequenceId seq) { maintain(std::span(&seq, 1)); }  ///< of one sequence
+  /// @brief maintain() of one sequence.
+  void maintain(SequenceId seq, Stream stream = {}) { maintain(std::span(&seq, 1), stream); }
   /// @brief Upper bound of the pages that maintain(seqs) takes.
   std::int64_t pages_to_maintain(std::span<const SequenceId> seqs) const {
-    PageDemand demand;
-    for (const SequenceId seq : seqs) {
-      const int slot = this->idle_slot(seq);
-      if (this->flush_due(slot)) this->demand_rows(slot, 0, Phase::decode, demand);
-    }
-    return demand.total();
+    return Calls::pages_to_maintain(layer(), seqs);
   }
 
-  /// @brief append() of any number of tokens: runs maintain() whenever a tail is full, and at the
+  /// @brief append() of any number of tokens, with maintain() whenever a tail is full, and at the
   /// end.
+  /// @throws as append(); CapacityError if the pool lacks the pages for all of it
   void append_maintained(std::span<const SequenceId> seqs, const KeyView& key,
-                         const ValueView& value) {
-    const int m = this->check_append(seqs, key, value, std::int64_t{1} << 40);
-    PageDemand demand;
-    for (const SequenceId seq : seqs)
-      this->demand_rows(sequences_.find(seq), m, Phase::decode, demand);
-    layer_.pool->allocator().require(demand.total());
-    for (std::size_t i = 0; i < seqs.size(); ++i) {
-      const int slot = sequences_.find(seqs[i]);
-      for (int done = 0; done < m;) {
-        this->flush(slot);
-        const int room = layer_.config.tail_capacity - layer_.table.lengths(slot).tail_length;
-        const int count = (std::min)(room, m - done);
-        layer_.append_tail(slot, key, value, static_cast<std::int64_t>(i) * m + done, count);
-        done += count;
-      }
-      this->flush(slot);
-    }
+                         const ValueView& value, Stream stream = {}) {
+    Calls::append_maintained(*layer_, seqs, key, value, stream);
   }
   /// @brief append_maintained() to one sequence.
-  void append_maintained(SequenceId seq, const KeyView& key, const ValueView& value) {
-    append_maintained(std::span(&seq, 1), key, value);
+  void append_maintained(SequenceId seq, const KeyView& key, const ValueView& value,
+                         Stream stream = {}) {
+    append_maintained(std::span(&seq, 1), key, value, stream);
   }
 
   /// @brief Attention of the last m appended tokens of each sequence, causal among those m tokens.
-  /// Does not change the cache and allocates nothing.
+  /// Does not change the cache and allocates nothing. Capturable.
   ///
-  /// out = softmax(scale q [K; decode(C_k)]^T) [V; decode(C_v)], f32 accumulation.
-  /// @param query, out [seqs.size() * m, num_qo_heads, head_dim]
-  /// @param lse [seqs.size() * m, num_qo_heads], natural log, optional
-  /// @param accumulated  optional: receives the attention that each position got from these
-  /// queries, for accumulate(). Computes the logits once more, and allocates
-  /// @throws ShapeError if m exceeds a tail (m <= recent always fits)
+  /// out = softmax(scale q [K; decode(C_k)]^T) [V; decode(C_v)], f32 accumulation. The bits depend
+  /// neither on threads nor on the batch.
+  /// @param query [seqs.size() * m, num_qo_heads, head_dim], post-RoPE
+  /// @param out   the same shape, f32
+  /// @param lse   [seqs.size() * m, num_qo_heads], natural log, optional
+  /// @throws ShapeError if m exceeds a tail (m <= recent always fits), on a GPU also if m exceeds
+  /// config.max_query_tokens
   void attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out,
-              const LseView& lse = {}, const ScoreView& accumulated = {}) {
-    const std::int64_t m = this->check_attend(seqs, query, out, lse);
-    this->check_score_view(seqs, accumulated);
-    std::vector<float> scratch;
-    const LseView sums = accumulated.data != nullptr && lse.data == nullptr
-                             ? this->scratch_lse(scratch, query.num_tokens)
-                             : lse;
-    const auto slot_of = [&](std::int64_t i) {
-      return sequences_.find(seqs[static_cast<std::size_t>(i)]);
-    };
-    const auto block_of = [&](std::int64_t i) {
-      return typename Layer::Block{
-          query.tokens(i * m, m), out.tokens(i * m, m),
-          sums.tokens(i * m, m),  layer_.config.shape.group_size(),
-          layer_.config.scale(),  layer_.table.lengths(slot_of(i)).tail_length - m};
-    };
-    layer_.attend(static_cast<std::int64_t>(seqs.size()), slot_of, block_of, false);
-    for (std::int64_t i = 0; accumulated.data != nullptr && i < accumulated.num_sequences; ++i)
-      this->write_scores(slot_of(i), block_of(i), accumulated, i);
+              const LseView& lse = {}, Stream stream = {}) {
+    Calls::attend(*layer_, seqs, query, out, lse, stream);
   }
+  /// @brief attend() for one sequence.
   void attend(SequenceId seq, const QueryView& query, const OutputView& out,
-              const LseView& lse = {}, const ScoreView& accumulated = {}) {
-    attend(std::span(&seq, 1), query, out, lse, accumulated);
+              const LseView& lse = {}, Stream stream = {}) {
+    attend(std::span(&seq, 1), query, out, lse, stream);
+  }
+  /// @brief attend() that also writes the attention which every position received from these
+  /// queries, summed over the queries and over the query heads of a group. accumulate() takes it
+  /// for HeavyHitters.
+  ///
+  /// Dropped positions get 0. Cost: reads the keys once more; with pre-RoPE keys, as much again as
+  /// attention. On the CPU it allocates. Capturable; does not change the cache.
+  /// @param accumulated  [seqs.size(), num_kv_heads, positions]. Every element is written. There
+  /// are at least as many positions as the longest sequence has tokens, during capture max_tokens.
+  /// Empty: not written
+  /// @throws as attend(), ShapeError
+  void attend(std::span<const SequenceId> seqs, const QueryView& query, const OutputView& out,
+              const LseView& lse, const ScoreView& accumulated, Stream stream = {}) {
+    Calls::attend_scored(*layer_, seqs, query, out, lse, accumulated, stream);
+  }
+  void attend(SequenceId seq, const QueryView& query, const OutputView& out, const LseView& lse,
+              const ScoreView& accumulated, Stream stream = {}) {
+    attend(std::span(&seq, 1), query, out, lse, accumulated, stream);
+  }
+  /// @brief Adds attention scores from attend() to the accumulated scores of the sequences' rows,
+  /// by which HeavyHitters evicts.
+  ///
+  /// Call it before maintain(), which may drop rows. Capturable. A value for a stored row that is
+  /// not in [0, 1e30] raises ValueError on the CPU; on a GPU it adds nothing and is counted in
+  /// faults().
+  /// @param accumulated  as attend() wrote it; empty: nothing is added
+  /// @throws ShapeError; on a GPU SequenceError if a sequence is named twice
+  void accumulate(std::span<const SequenceId> seqs, const ScoreView& accumulated,
+                  Stream stream = {}) requires(accumulates_scores) {
+    Calls::accumulate(*layer_, seqs, accumulated, stream);
+  }
+  void accumulate(SequenceId seq, const ScoreView& accumulated,
+                  Stream stream = {}) requires(accumulates_scores) {
+    accumulate(std::span(&seq, 1), accumulated, stream);
+  }
+
+  /// @brief attend() over a part of each sequence, for caches that divide a sequence's tokens among
+  /// them. Writes unnormalised states, which cuda::merge_states() merges to outputs. Capturable;
+  /// changes nothing.
+  /// @param query  [seqs.size() * m, num_qo_heads, head_dim]
+  /// @param states  the same tokens, num_qo_heads heads
+  /// @param tokens  own: the queries are those of the last m tokens of the tail, causal among them.
+  /// elsewhere: the queries stand behind all rows that are stored here, and see all of them.
+  /// Positions of pre-RoPE keys count from this cache's first token, so queries must be rotated
+  /// back by the position of that token
+  /// @throws as attend()
+  void attend_partial(std::span<const SequenceId> seqs, const QueryView& query,
+                      const StateView& states, QueryTokens tokens,
+                      Stream stream = {}) requires(has_streams) {
+    Calls::attend_partial(*layer_, seqs, query, states, tokens, stream);
   }
 
   /// @brief Upper bounds on what compression changed for the last m appended tokens of each
   /// sequence: in logits, in softmax weights, and in outputs (diagnostics/certificate.hpp).
   ///
   /// The reference is attention over the same tokens at full rank, rounded to full_type as they
-  /// arrived. Dropped tokens are not part of it. Needs config.keep_residuals. Computes the logits
-  /// of compressed rows (and of 8-bit full rows) once more, and allocates.
-  /// @param query  as given to attend()
-  /// @param lse    as attend() filled it in
-  /// @param out    [seqs.size() * m, num_qo_heads]
-  /// @param limit  largest acceptable value of each bound
-  /// @return number of entries of `out` that exceed the limit in some bound; the engine may want to
-  /// compute those otherwise
-  /// @throws StateError without config.keep_residuals, ShapeError as attend(), ValueError if a
-  /// query or an lse is not finite
-  std::int64_t certify(std::span<const SequenceId> seqs, const QueryView& query, const LseView& lse,
-                       const CertificateView& out,
-                       const Certificate& limit = kUnboundedCertificate) {
-    const std::int64_t m = this->check_certify(seqs, query, lse, out);
-    for (std::size_t i = 0; i < seqs.size(); ++i) {
-      const std::int64_t first = static_cast<std::int64_t>(i) * m;
-      const typename Layer::Block block{query.tokens(first, m), {},
-                                        lse.tokens(first, m),   layer_.config.shape.group_size(),
-                                        layer_.config.scale(),  0};
-      layer_.certify(sequences_.find(seqs[i]), block,
-                     {out.data + first * out.num_heads, m, out.num_heads});
-    }
-    return std::count_if(out.data, out.data + out.num_tokens * out.num_heads,
-                         [&](const Certificate& found) {
-                           return !(found.logit <= limit.logit && found.softmax <= limit.softmax &&
-                                    found.output <= limit.output);
-                         });
+  /// arrived. Dropped tokens are not part of it. Needs config.keep_residuals.
+  ///
+  /// Computes the logits of compressed rows (and of 8-bit full rows) once more. The CPU allocates.
+  /// A GPU reconstructs keys, takes a few launches per sequence and per 2048 rows, and may allocate
+  /// scratch memory, which waits; it waits for nothing else. Not capturable.
+  /// @param query, lse  as given to attend(), and as attend() filled it in. Where one is not finite
+  /// the CPU raises ValueError (config.check_finite), and a GPU writes no bound (infinity)
+  /// @param out      [seqs.size() * m, num_qo_heads]
+  /// @param allowed  largest acceptable value of each bound
+  /// @param exceeding  the number of entries of `out` that exceed `allowed` in some bound is added
+  /// to it; device memory on a GPU; null: not counted. The engine may want to compute those
+  /// otherwise
+  /// @throws StateError without config.keep_residuals, ShapeError as attend()
+  void certify(std::span<const SequenceId> seqs, const QueryView& query, const LseView& lse,
+               const CertificateView& out, const Certificate& allowed = kUnboundedCertificate,
+               std::uint32_t* exceeding = nullptr, Stream stream = {}) {
+    Calls::certify(*layer_, seqs, query, lse, out, allowed, exceeding, stream);
   }
-  std::int64_t certify(SequenceId seq, const QueryView& query, const LseView& lse,
-                       const CertificateView& out,
-                       const Certificate& limit = kUnboundedCertificate) {
-    return certify(std::span(&seq, 1), query, lse, out, limit);
+  void certify(SequenceId seq, const QueryView& query, const LseView& lse,
+               const CertificateView& out, const Certificate& allowed = kUnboundedCertificate,
+               std::uint32_t* exceeding = nullptr, Stream stream = {}) {
+    certify(std::span(&seq, 1), query, lse, out, allowed, exceeding, stream);
   }
 
-  /// @brief Adds attention scores from attend() to the accumulated scores of the sequences' rows,
-  /// by which HeavyHitters evicts. Call it before maintain(), which may drop rows.
-  /// @param accumulated  as given to attend()
-  void accumulate(std::span<const SequenceId> seqs,
-                  const ScoreView& accumulated) requires(Base::accumulates_scores) {
-    this->check_score_view(seqs, accumulated);
-    if (accumulated.data != nullptr) this->check_accumulated_values(accumulated);
-    for (std::int64_t i = 0; accumulated.data != nullptr && i < accumulated.num_sequences; ++i)
-      this->add_score(this->idle_slot(seqs[static_cast<std::size_t>(i)]), accumulated, i);
-  }
-  void accumulate(SequenceId seq, const ScoreView& accumulated) requires(Base::accumulates_scores) {
-    accumulate(std::span(&seq, 1), accumulated);
-  }
-
-  /// @brief The shortest length that truncate() reaches exactly. A shorter one removes flushed
-  /// rows.
-  std::int64_t rollback_limit(SequenceId seq) const {
-    return layer_.first_tail_position(this->idle_slot(seq));
-  }
+  /// @brief The shortest length that truncate() reaches exactly: the first token of the tail. A
+  /// shorter one removes flushed rows.
+  std::int64_t rollback_limit(SequenceId seq) const { return Calls::rollback_limit(layer(), seq); }
   /// @brief Removes the tokens from `length` on. Exact within the tail. Deeper, the stored rows are
   /// removed, but epochs and updater state stay as those rows made them.
-  /// @throws ShapeError unless 0 <= length <= num_tokens
-  TruncateResult truncate(SequenceId seq, std::int64_t length) {
-    check_truncate(seq, length);
-    const int slot = sequences_.find(seq);
-    SequenceLengths& now = layer_.table.lengths(slot);
-    const std::int64_t first_tail = layer_.first_tail_position(slot);
-    if (length < now.num_tokens) layer_.sequence(slot).shifts.truncate(length);
-    if (length < first_tail) {
-      truncate_stored(layer_, slot, length);
-      return TruncateResult::inexact;
-    }
-    now.tail_length = static_cast<std::int32_t>(length - first_tail);
-    now.num_tokens = length;
-    for (auto& accumulated : layer_.sequence(slot).accumulated)
-      accumulated.recent.resize(static_cast<std::size_t>(now.tail_length));
-    return TruncateResult::exact;
+  ///
+  /// GPU: waits for the stream if values chose among the removed rows; else for nothing. The first
+  /// removal of rows from a layer's scored lists (HeavyHitters) allocates device memory, which
+  /// waits.
+  /// @throws ShapeError unless 0 <= length <= num_tokens. On a GPU, if `length` is before the tail
+  /// and not 0: CapacityError if a head kept so many early outliers that its full rows could
+  /// outgrow their tables, or if rows of a scored list are in pages shared with forks and the pool
+  /// lacks pages for the copies
+  TruncateResult truncate(SequenceId seq, std::int64_t length, Stream stream = {}) {
+    return Calls::truncate(*layer_, seq, length, stream);
   }
-
-  /// @brief Raises what truncate() would raise for these arguments.
+  /// @brief Raises what truncate() would raise for these arguments. A GPU waits for the device if
+  /// values chose among the rows that would be removed.
   void check_truncate(SequenceId seq, std::int64_t length) const {
-    const std::int64_t tokens = layer_.table.lengths(this->idle_slot(seq)).num_tokens;
-    if (length < 0 || length > tokens)
-      detail::fail<ShapeError>("truncate: length ", length, ", sequence has ", tokens, " tokens");
+    Calls::check_truncate(layer(), seq, length);
   }
 
   /// @brief Removes the tokens [first, first + count). Later tokens take the freed indices but keep
   /// their rotary positions, and so do tokens still to come: with pre-RoPE keys, shift_positions()
   /// may close the gap. What the bases learnt from the removed tokens stays.
-  /// @throws ShapeError beyond the sequence; CapacityError if forks share pages and the pool lacks
-  /// pages for copies; ValueError if positions would exceed indices by more than 2^31 (with
-  /// pre-RoPE keys the Cuda backend's limits are lower, see shift_positions())
   ///
-  /// Cost: a copy of the codes behind the removed tokens.
-  void remove(SequenceId seq, std::int64_t first, std::int64_t count) {
-    layer_.pool->allocator().require(pages_to_remove(seq, first, count));
-    remove_tokens(layer_, sequences_.find(seq), first, count);
+  /// Cost on the CPU: a copy of the codes behind the removed tokens. On a GPU: about ten launches,
+  /// two more per 32 MiB of rows that move, one per 32 heads if heads have different numbers of
+  /// rows, and two per list and 400 pages shared with forks. Replayed steps see the change. Rows
+  /// move through scratch memory, which may be allocated; that waits. So does the first removal of
+  /// rows from a layer's scored lists (HeavyHitters), which allocates. Waits for the stream if
+  /// values chose among rows that are removed or move; else for nothing.
+  /// @throws ShapeError beyond the sequence; CapacityError if forks share pages and the pool lacks
+  /// pages for copies; ValueError if positions would end too far from their tokens (CPU: 2^31).
+  /// On a GPU also CapacityError beyond 32 pieces of positions with pre-RoPE keys and, if `first`
+  /// is before the tail: CapacityError as truncate(); StateError if counts determine which rows are
+  /// full, and fewer tokens would be left than the policy keeps full, compressed ones among them
+  void remove(SequenceId seq, std::int64_t first, std::int64_t count, Stream stream = {}) {
+    Calls::remove(*layer_, seq, first, count, stream);
   }
-  /// @brief Upper bound of the pages that remove() takes. @throws as remove(), except CapacityError
+  /// @brief Upper bound of the pages that remove() takes. Raises what remove() would raise, except
+  /// for missing pages. A GPU allocates the scratch memory that remove() needs, and waits for the
+  /// device if values chose among rows that would be removed or move.
   std::int64_t pages_to_remove(SequenceId seq, std::int64_t first, std::int64_t count) const {
-    const int slot = this->idle_slot(seq);
-    detail::check_removal(position_shifts(seq), layer_.table.lengths(slot).num_tokens, first, count,
-                          PositionShifts::kLimit);
-    PageDemand demand;
-    demand_removal(layer_, slot, first, count, demand);
-    return demand.total();
+    return Calls::pages_to_remove(layer(), seq, first, count);
   }
 
   /// @brief Rotary position of a token, or of the next one (token = num_tokens): its index, unless
   /// positions were moved. The queries of a token must arrive rotated to this position.
   std::int64_t position(SequenceId seq, std::int64_t token) const {
-    return this->position_of(sequences_.find(seq), token);
+    const std::int64_t tokens = num_tokens(seq);
+    if (token < 0 || token > tokens)
+      detail::fail<ShapeError>("position: token ", token, ", sequence has ", tokens, " tokens");
+    return position_shifts(seq).position(token);
   }
   /// @brief Moves the tokens from `first` on, and all tokens still to come, by `delta` positions.
   /// Two calls move a range.
   ///
   /// Touches no stored row: needs pre-RoPE keys (config.rope). Each piece takes 24 bytes, which
-  /// memory() counts.
+  /// memory() counts. On a GPU: one launch; waits for nothing; replayed steps see the change.
   /// @throws StateError if keys are stored post-RoPE, ShapeError beyond the sequence, ValueError if
-  /// a total offset exceeds 2^31 (the Cuda backend's limits differ: positions within +-2^30, and at
-  /// most 32 pieces)
-  void shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta) {
-    check_shift_positions(seq, first, delta);
-    layer_.sequence(sequences_.find(seq)).shifts.add(first, delta);
+  /// a total offset exceeds 2^31 (GPU: if positions could leave +-2^30; CapacityError beyond 32
+  /// pieces)
+  void shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta, Stream stream = {}) {
+    Calls::shift_positions(*layer_, seq, first, delta, stream);
   }
   /// @brief Raises what shift_positions() would raise for these arguments.
   void check_shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta) const {
-    this->check_shift(this->idle_slot(seq), first, delta);
+    Calls::check_shift(layer(), seq, first, delta);
   }
   /// @brief Divides the positions of tokens [first, first + count) by `divisor`, rounded down, so
   /// that several tokens share one position (self-extension of the context).
   ///
   /// Otherwise as shift_positions(), but reading these tokens costs one angle per token.
   /// @throws StateError if keys are stored post-RoPE, ShapeError beyond the sequence, ValueError
-  /// unless the product of a token's divisors is 1 to 2^20 (the Cuda backend also allows at most 32
-  /// pieces)
+  /// unless the product of a token's divisors is 1 to 2^20 (GPU: CapacityError beyond 32 pieces)
   void divide_positions(SequenceId seq, std::int64_t first, std::int64_t count,
-                        std::int64_t divisor) {
-    check_divide_positions(seq, first, count, divisor);
-    layer_.sequence(sequences_.find(seq)).shifts.divide(first, count, divisor);
+                        std::int64_t divisor, Stream stream = {}) {
+    Calls::divide_positions(*layer_, seq, first, count, divisor, stream);
   }
   /// @brief Raises what divide_positions() would raise for these arguments.
   void check_divide_positions(SequenceId seq, std::int64_t first, std::int64_t count,
                               std::int64_t divisor) const {
-    this->check_division(this->idle_slot(seq), first, count, divisor);
+    Calls::check_division(layer(), seq, first, count, divisor);
   }
   /// @brief The position shifts of a sequence. The reference is valid until the sequence changes.
   const PositionShifts& position_shifts(SequenceId seq) const {
-    return layer_.sequence(sequences_.find(seq)).shifts;
-  }
-
-  /// @brief Starts `target` as a copy of `source`. Pages and epochs are shared until one of the two
-  /// writes (copy-on-write).
-  void fork(SequenceId source, SequenceId target) {
-    const int from = this->idle_slot(source);
-    fork_slot(layer_, from, sequences_.add_copy(from, target));
-  }
-  /// @brief Ends a sequence, even if its prompt is unfinished, and frees what no other sequence
-  /// shares.
-  void erase(SequenceId seq) {
-    clear_slot(layer_, sequences_.find(seq));
-    sequences_.remove(seq);
+    return Calls::position_shifts(layer(), seq);
   }
 
   /// @brief Bytes that save() writes for a sequence.
-  std::size_t save_bytes(SequenceId seq) const {
-    return save_sequence(layer_, this->idle_slot(seq), {}, true);
-  }
-  /// @brief Writes a sequence to the caller's buffer: versioned, checksummed, independent of page
-  /// size. Contains the sequence's own epochs, and a fingerprint of the calibrated maps. A loaded
-  /// sequence continues bit for bit like the original.
+  std::size_t save_bytes(SequenceId seq) const { return Calls::save_bytes(layer(), seq); }
+  /// @brief Writes a sequence to the caller's host memory: versioned, checksummed, independent of
+  /// page size; each backend has its own format. Contains the sequence's own epochs, and a
+  /// fingerprint of the calibrated maps. A loaded sequence continues bit for bit like the original.
+  ///
+  /// On a GPU it waits for the stream, and may allocate scratch memory.
   /// @return bytes written  @throws CapacityError if the buffer is smaller than save_bytes()
-  std::size_t save(SequenceId seq, std::span<std::byte> buffer) const {
-    return save_sequence(layer_, this->idle_slot(seq), buffer, false);
+  std::size_t save(SequenceId seq, std::span<std::byte> buffer, Stream stream = {}) const {
+    return Calls::save(layer(), seq, buffer, stream);
   }
   /// @brief Starts sequence `seq` from what save() wrote, in a cache of the same shape, types, maps
-  /// and policies; max_tokens, pages and other sequences may differ.
+  /// and policies, on a GPU also of the same tail capacity; max_tokens, pages and other sequences
+  /// may differ. On a GPU it waits for the stream, and may allocate scratch memory.
   /// @throws FormatError if the bytes are damaged, ShapeError if they belong to another layer,
   /// CapacityError if they do not fit
-  void load(SequenceId seq, std::span<const std::byte> saved) {
-    ByteReader in = open_saved(layer_, saved);
-    auto sequence = read_sequence(layer_, in);
-    layer_.pool->allocator().require(pages_of(layer_, sequence));
-    const int slot = sequences_.add(seq);
-    open_slot(layer_, slot);
-    store_sequence(layer_, slot, std::move(sequence));
+  void load(SequenceId seq, std::span<const std::byte> saved, Stream stream = {}) {
+    Calls::load(*layer_, seq, saved, stream);
   }
 
   /// @brief Writes the stored K and V of tokens [first, first + key.num_tokens): full rows as
   /// stored, compressed rows decoded, dropped rows as zeros (row_states() tells which). Keys come
   /// back in the form in which they arrived: with Rope::pre, pre-RoPE.
+  ///
+  /// Staged rows of an unfinished prompt are rounded to full_type on a GPU. Cost there: reads the
+  /// stored rows once, writes the rows once; 2 x channels x head_dim products per row.
   /// @param key, value [count, num_kv_heads, head_dim], f32, f16 or bf16; results are rounded to
   /// that type
   /// @throws ShapeError beyond the sequence
   void reconstruct(SequenceId seq, std::int64_t first, const KeyTargetView& key,
-                   const ValueTargetView& value) const {
-    const int slot = sequences_.find(seq);
-    detail::check_rows("key", key, key.num_tokens, layer_.num_kv_heads(), layer_.head_dim());
-    detail::check_rows("value", value, key.num_tokens, layer_.num_kv_heads(), layer_.head_dim());
-    cpu::check_tables("key", key.pages, key.num_tokens);
-    cpu::check_tables("value", value.pages, key.num_tokens);
-    const std::int64_t tokens = layer_.table.lengths(slot).num_tokens;
-    if (first < 0 || first > tokens || key.num_tokens > tokens - first) {
-      detail::fail<ShapeError>("reconstruct: ", key.num_tokens, " tokens from position ", first,
-                               ", sequence has ", tokens, " tokens");
-    }
-    for (int head = 0; head < layer_.num_kv_heads(); ++head)
-      reconstruct_head(layer_, slot, head, first, key.num_tokens, key, value);
+                   const ValueTargetView& value, Stream stream = {}) const {
+    Calls::reconstruct(layer(), seq, first, key, value, stream);
   }
   /// @brief Writes the states of positions [first, first + states.size()) of one KV head. Rows of
-  /// the tail are full.
-  void row_states(SequenceId seq, int kv_head, std::int64_t first,
-                  std::span<RowState> states) const {
-    const int slot = sequences_.find(seq);
-    const std::int64_t count = static_cast<std::int64_t>(states.size());
-    if (kv_head < 0 || kv_head >= layer_.num_kv_heads())
-      detail::fail<ShapeError>("row_states: kv_head ", kv_head, ", num_kv_heads ",
-                               layer_.num_kv_heads());
-    const std::int64_t tokens = layer_.table.lengths(slot).num_tokens;
-    if (first < 0 || first > tokens || count > tokens - first)
-      detail::fail<ShapeError>("row_states: ", count, " positions from ", first,
-                               " on, sequence has ", tokens, " tokens");
-    const RowRuns& runs = layer_.runs(slot, kv_head);
-    for (std::int64_t i = 0; i < count; ++i)
-      states[static_cast<std::size_t>(i)] =
-          first + i < runs.num_positions() ? runs.find(first + i).state : RowState::full;
+  /// the tail and pending rows of an unfinished prompt are full. A GPU waits for the stream.
+  /// @throws ShapeError beyond the heads or the sequence
+  void row_states(SequenceId seq, int kv_head, std::int64_t first, std::span<RowState> states,
+                  Stream stream = {}) const {
+    Calls::row_states(layer(), seq, kv_head, first, states, stream);
   }
+  /// @brief Number of rows and values that were refused since the cache was made. Waits for the
+  /// device.
+  std::uint32_t faults() const requires(has_streams) { return Calls::faults(layer()); }
 
-  /// @brief Bytes of one sequence; pages shared with forks are counted in full.
-  MemoryUsage memory(SequenceId seq) const { return slot_memory(layer_, sequences_.find(seq)); }
+  /// @brief Bytes of one sequence; pages shared with forks are counted in full. On a GPU,
+  /// coefficient bytes include the padding of codes to whole units, and the call waits for the
+  /// device if epochs are device-managed.
+  MemoryUsage memory(SequenceId seq) const { return Calls::memory(layer(), seq); }
   /// @brief Bytes of all sequences, of what they share, and of what is reserved. Pages and epochs
   /// that forks share count once per sequence.
-  MemoryUsage memory() const {
-    MemoryUsage usage;
-    sequences_.for_each([&](SequenceId, int slot) { usage += slot_memory(layer_, slot); });
-    usage.shared_bytes = layer_.shared_bytes();
-    usage.reserved_bytes = layer_.reserved_bytes() + layer_.pool->idle_bytes();
-    return usage;
+  MemoryUsage memory() const { return Calls::memory(layer()); }
+  /// @brief Bytes of attend()'s workspace, owned or lent. It is sized for max_sequences and
+  /// max_query_tokens.
+  std::size_t workspace_bytes() const requires(has_streams) {
+    return Calls::workspace_bytes(layer());
   }
-  /// @brief Compressed tokens that fit in a page of this KV head (with joint values: its keys).
-  int tokens_per_page(int kv_head) const {
-    return Base::compresses ? layer_.compressed.layout(kv_head).rows_per_page
-                            : layer_.full.layout(kv_head).rows_per_page;
-  }
-  /// @brief Bytes of the pages that `tokens` tokens take over all KV heads after they left the tail
-  /// (compressed, unless the token policy keeps all of them at full rank).
-  std::size_t bytes_for(std::int64_t tokens) const {
-    std::size_t pages = 0;
-    for (int list = 0; list < (Base::compresses ? layer_.num_lists() : layer_.num_kv_heads());
-         ++list) {
-      const std::int64_t per_page = tokens_per_page(list);
-      pages += static_cast<std::size_t>((tokens + per_page - 1) / per_page);
-    }
-    return pages * layer_.pool->page_bytes();
-  }
+  /// @brief Counters since the cache was made. On a GPU, rejected updates are not counted, and the
+  /// call waits for the device if epochs are device-managed.
+  CacheStatistics statistics() const { return Calls::statistics(layer()); }
+  /// @brief Tokens that fit in a page of this KV head's compressed list (with joint values: of its
+  /// keys), or of its full list if the token policy compresses nothing.
+  int tokens_per_page(int kv_head) const { return Calls::tokens_per_page(layer(), kv_head); }
+  /// @brief Bytes of the pages that `tokens` tokens take over all KV heads after they left the
+  /// tail: compressed, or full if the token policy compresses nothing.
+  std::size_t bytes_for(std::int64_t tokens) const { return Calls::bytes_for(layer(), tokens); }
   /// @brief The configuration as given, with defaults filled in.
-  const CacheConfig& config() const { return layer_.config; }
-  /// @brief Counters since construction.
-  const CacheStatistics& statistics() const { return layer_.statistics; }
-  const Pool& pool() const { return *layer_.pool; }  ///< pages, which layers may share
-  /// @brief Number of sequences that create() still has room for.
-  int num_free_sequences() const { return sequences_.num_free(); }
+  const CacheConfig& config() const { return Calls::config(layer()); }
+  /// @brief The page pool, which layers may share.
+  const Pool& pool() const { return Calls::pool(layer()); }
 
  private:
-  const SequenceLengths& lengths(SequenceId seq) const {
-    return layer_.table.lengths(sequences_.find(seq));
-  }
+  struct Destroy {
+    void operator()(Layer* layer) const { Calls::destroy(layer); }
+  };
+  const Layer& layer() const { return *layer_; }
+
+  std::unique_ptr<Layer, Destroy> layer_;
 };
 
 LOWRANKKV_NAMESPACE_END

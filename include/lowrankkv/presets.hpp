@@ -4,4 +4,5 @@
 #pragma once
 
 #include "lowrankkv/compressed_kv_cache.hpp"
+#include "lowrankkv/cpu/backend.hpp"
 #include "lowrankkv/detail/preset_aliases.hpp"

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // expected-error: missing a copyable type 'Layout' or 'static Layout layout(
-#include "lowrankkv/compressed_kv_cache.hpp"
+#include "lowrankkv/presets.hpp"
 
 namespace lowrankkv {
 struct Mine {};

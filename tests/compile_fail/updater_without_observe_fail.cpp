@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // expected-error: missing 'static void observe(const Updater&, State&, MatrixView, MatrixView,
 // Phase)'
-#include "lowrankkv/compressed_kv_cache.hpp"
+#include "lowrankkv/presets.hpp"
 
 namespace lowrankkv {
 struct Mine {};

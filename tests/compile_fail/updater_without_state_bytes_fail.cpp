@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // expected-error: missing 'static std::size_t state_bytes(const State&)'
-#include "lowrankkv/compressed_kv_cache.hpp"
+#include "lowrankkv/presets.hpp"
 
 namespace lowrankkv {
 struct Mine {};

@@ -29,7 +29,9 @@ TEST_CASE(
     found.resize(2 * 4);
     const QueryView query(q.data(), 2, 4, 16);
     cache.attend(0, query, {out.data(), 2, 4, 16}, {lse.data(), 2, 4});
-    return cache.certify(0, query, {lse.data(), 2, 4}, {found.data(), 2, 4}, limit);
+    std::uint32_t exceeding = 0;
+    cache.certify(0, query, {lse.data(), 2, 4}, {found.data(), 2, 4}, limit, &exceeding);
+    return exceeding;
   };
   CacheConfig config{.shape = shape, .keep_residuals = true};
   std::vector<Certificate> found;
@@ -86,7 +88,10 @@ TEST_CASE("full rows in 8 bits: fewer bytes, within their bound, and certified")
   std::vector<float> out(64), lse(2);
   std::vector<Certificate> found(2);
   coded.attend(0, {q.data(), 1, 2, 32}, {out.data(), 1, 2, 32}, {lse.data(), 1, 2});
-  CHECK(coded.certify(0, {q.data(), 1, 2, 32}, {lse.data(), 1, 2}, {found.data(), 1, 2}) == 0);
+  std::uint32_t exceeding = 0;
+  coded.certify(0, {q.data(), 1, 2, 32}, {lse.data(), 1, 2}, {found.data(), 1, 2},
+                kUnboundedCertificate, &exceeding);
+  CHECK(exceeding == 0);
   CHECK(found[0].logit > 0.0F);
   CHECK(found[0].softmax < 0.2F);
   CHECK_THROWS_AS(FullKV<>({.shape = shape, .full_row_bits = 4}), ValueError);
@@ -151,7 +156,9 @@ TEST_CASE("a cache whose rows are not finite certifies nothing, and still loads 
   cache.append(0, {q.data(), 1, 1, 8}, {q.data(), 1, 1, 8});
   cache.attend(0, {q.data(), 1, 1, 8}, {out.data(), 1, 1, 8}, {lse.data(), 1, 1});
   std::vector<Certificate> found(1);
-  CHECK(cache.certify(0, {q.data(), 1, 1, 8}, {lse.data(), 1, 1}, {found.data(), 1, 1},
-                      {1e30F, 3.0F, 1e30F}) == 1);
+  std::uint32_t exceeding = 0;
+  cache.certify(0, {q.data(), 1, 1, 8}, {lse.data(), 1, 1}, {found.data(), 1, 1},
+                {1e30F, 3.0F, 1e30F}, &exceeding);
+  CHECK(exceeding == 1);
   CHECK(std::isinf(found[0].output));
 }

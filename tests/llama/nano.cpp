@@ -209,7 +209,7 @@ TEST_CASE(
   CHECK(contenders[2].row.text_ratio_measured < 1.02 * contenders[1].row.text_ratio_measured);
   CHECK(lost(2) < 0.7 * lost(1));
   CHECK_THROWS_AS(make_store({.method = "Budgeted+PreRoPE"}, nano().model.config(), 1100,
-                             {nano_moments().rotated, {}}, nano().threads),
+                             {nano_moments().post_rope, {}}, nano().threads),
                   std::runtime_error);
 }
 

@@ -16,7 +16,7 @@
 #include <vector>
 
 #include "support/effort.hpp"
-#include "lowrankkv/compressed_kv_cache.hpp"
+#include "lowrankkv/presets.hpp"
 
 namespace observed {
 
@@ -301,9 +301,10 @@ class Driver {
     const int heads = shape().num_qo_heads;
     std::vector<Certificate> found(static_cast<std::size_t>(m * heads));
     const CertificateView view(found.data(), m, heads);
-    REQUIRE(cache_->certify(seq, queries(q, m), {lse.data(), m, heads}, view) == 0);
-    const auto over =
-        cache_->certify(seq, queries(q, m), {lse.data(), m, heads}, view, {1e30F, 0.1F, 1e30F});
+    std::uint32_t over = 0;
+    cache_->certify(seq, queries(q, m), {lse.data(), m, heads}, view, kUnboundedCertificate, &over);
+    REQUIRE(over == 0);
+    cache_->certify(seq, queries(q, m), {lse.data(), m, heads}, view, {1e30F, 0.1F, 1e30F}, &over);
     REQUIRE(over == std::count_if(found.begin(), found.end(),
                                   [](const Certificate& c) { return c.softmax > 0.1F; }));
     const auto [k, v] = stored_rows(seq, n);

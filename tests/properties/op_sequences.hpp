@@ -9,7 +9,7 @@
 
 #include "support/effort.hpp"
 #include "support/random_layer.hpp"
-#include "lowrankkv/compressed_kv_cache.hpp"
+#include "lowrankkv/presets.hpp"
 
 namespace properties {
 
@@ -105,7 +105,7 @@ class Driver {
     while (!oracles_.empty()) erase();
     CHECK(cache_->pool().allocator().num_free() == cache_->pool().allocator().num_pages());
   }
-  const lowrankkv::CacheStatistics& statistics() const { return cache_->statistics(); }
+  lowrankkv::CacheStatistics statistics() const { return cache_->statistics(); }
 
  private:
   template <class C>

@@ -5,7 +5,7 @@
 #include <random>
 #include <vector>
 
-#include "lowrankkv/compressed_kv_cache.hpp"
+#include "lowrankkv/presets.hpp"
 #include "support/random_layer.hpp"
 
 namespace support::small {

@@ -3,9 +3,16 @@
 /// implementation.
 #pragma once
 
+#include <memory>
+
+#include "lowrankkv/concepts/basis.hpp"
+#include "lowrankkv/concepts/quantizer.hpp"
+#include "lowrankkv/concepts/token_policy.hpp"
+#include "lowrankkv/concepts/updater.hpp"
 #include "lowrankkv/cpu/basis/joint_values.hpp"
 #include "lowrankkv/cpu/basis/per_head.hpp"
 #include "lowrankkv/cpu/basis/projector.hpp"
+#include "lowrankkv/cpu/cache/calls.hpp"
 #include "lowrankkv/cpu/layer.hpp"
 #include "lowrankkv/cpu/page_pool.hpp"
 #include "lowrankkv/cpu/quantizer/block_hadamard.hpp"
@@ -28,12 +35,53 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
+namespace cpu {
+
+/// @brief Reports each member that a policy lacks on the Cpu backend, in one line.
+template <class Basis, class Updater, class TokenPolicy, class Quantizer>
+struct Diagnosis : ::lowrankkv::detail::DiagnoseBasis<Basis, Cpu>,
+                   ::lowrankkv::detail::DiagnoseUpdater<Updater, Cpu>,
+                   ::lowrankkv::detail::DiagnoseTokenPolicy<TokenPolicy, Cpu>,
+                   ::lowrankkv::detail::DiagnoseQuantizer<Quantizer, Cpu> {
+  static constexpr bool usable = BasisFor<Basis, Cpu> && UpdaterFor<Updater, Cpu> &&
+                                 TokenPolicyFor<TokenPolicy, Cpu> && QuantizerFor<Quantizer, Cpu>;
+};
+
+/// @brief A cache with a diagnosed policy has no layer, so that the diagnosis is the only error.
+template <bool usable, class... PoliciesAndEpochs>
+struct LayerOf {
+  using type = Layer<PoliciesAndEpochs...>;
+};
+/// @brief Not a layer.
+template <class... PoliciesAndEpochs>
+struct LayerOf<false, PoliciesAndEpochs...> {
+  struct type {};
+};
+
+}  // namespace cpu
+
 /// @brief Backend tag: everything is in host memory, and calls return when the work is done.
 struct Cpu {
   using Pool = cpu::PagePool;
   using Executor = cpu::ThreadPool;
+  using Shared = std::shared_ptr<cpu::ThreadPool>;  ///< what the layers of a model share
+  using Stream = cpu::NoStream;
+  template <class Layer>
+  using Calls = cpu::Calls<Layer>;  ///< what the calls of a cache do
+  static constexpr bool has_streams = false;
+  template <class Basis, class Updater, class TokenPolicy, class Quantizer>
+  using Diagnosis = cpu::Diagnosis<Basis, Updater, TokenPolicy, Quantizer>;
   template <class Basis, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
-  using Layer = cpu::Layer<Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>;
+  using Layer = typename cpu::LayerOf<Diagnosis<Basis, Updater, TokenPolicy, Quantizer>::usable,
+                                      Basis, Updater, TokenPolicy, Quantizer, EpochPolicy>::type;
+  /// Whether rows accumulate the attention that they receive, for the token policy.
+  template <class TokenPolicy>
+  static constexpr bool accumulates_scores = [] {
+    if constexpr (TokenPolicyFor<TokenPolicy, Cpu>)
+      return wants(Impl<TokenPolicy, Cpu>::evidence, Evidence::accumulated);
+    else
+      return false;
+  }();
 };
 
 LOWRANKKV_NAMESPACE_END

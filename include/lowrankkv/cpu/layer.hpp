@@ -12,6 +12,8 @@
 #include <span>
 #include <vector>
 
+#include "lowrankkv/core/calls.hpp"
+#include "lowrankkv/core/sequence_table.hpp"
 #include "lowrankkv/cpu/attend.hpp"
 #include "lowrankkv/cpu/accumulated_scores.hpp"
 #include "lowrankkv/cpu/compress.hpp"
@@ -39,7 +41,7 @@ template <class BasisPolicy, class Updater, class TokenPolicy, class Quantizer, 
 class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, EpochPolicy> {
  public:
   using State = LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, EpochPolicy>;
-  using Block = QueryBlock;
+  using PolicySet = Policies<BasisPolicy, Updater, TokenPolicy, Quantizer>;
 
   static LayerSizes<Quantizer> sizes(const CacheConfig& config, const LayerBasis& basis,
                                      [[maybe_unused]] const BasisPolicy& of_basis,
@@ -94,15 +96,16 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
     return result;
   }
 
-  Layer(const CacheConfig& settings, LayerBasis&& basis, const BasisPolicy& of_basis,
-        const Updater& of_updates, const TokenPolicy& of_tokens, const Quantizer& of_codes,
-        std::shared_ptr<PagePool>&& pages, std::shared_ptr<ThreadPool>&& workers) {
-    const LayerSizes<Quantizer> layout = sizes(settings, basis, of_basis, of_tokens, of_codes);
+  Layer(const CacheConfig& settings, LayerBasis&& basis, const PolicySet& policies,
+        std::shared_ptr<PagePool>&& pages, std::shared_ptr<ThreadPool>&& workers)
+      : sequences(settings), row_(static_cast<std::size_t>(settings.shape.head_dim)) {
+    const LayerSizes<Quantizer> layout =
+        sizes(settings, basis, policies.basis, policies.token_policy, policies.quantizer);
     this->config = settings;
-    this->basis_policy = of_basis;
-    this->updater = of_updates;
-    this->token_policy = of_tokens;
-    this->quantizer = of_codes;
+    this->basis_policy = policies.basis;
+    this->updater = policies.updater;
+    this->token_policy = policies.token_policy;
+    this->quantizer = policies.quantizer;
     this->calibrated = std::move(basis);
     const std::int64_t num_pages = settings.num_pages != 0 ? settings.num_pages : layout.num_pages;
     this->pool =
@@ -249,6 +252,11 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
     return bytes;
   }
 
+  /// @brief Room for one row of head_dim numbers, for checks.
+  float* scratch_row() const { return row_.data(); }
+
+  ::lowrankkv::detail::SequenceTable sequences;  ///< maps the engine's ids to slots
+
  private:
   /// Whether pre-RoPE keys are rotated in folded form: while decoding, in groups of one head. This
   /// depends only on the configuration and the phase. The two forms round differently, and results
@@ -284,6 +292,8 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
       recent.resize(recent.size() + static_cast<std::size_t>(rows), 0.0F);
     }
   }
+
+  mutable std::vector<float> row_;
 };
 
 }  // namespace cpu

@@ -38,6 +38,7 @@
 #include "lowrankkv/cuda/basis/joint_values.cuh"
 #include "lowrankkv/cuda/basis/per_head.cuh"
 #include "lowrankkv/cuda/basis/projector.cuh"
+#include "lowrankkv/cuda/cache/calls.hpp"
 #include "lowrankkv/cuda/quantizer/block_hadamard.cuh"
 #include "lowrankkv/cuda/quantizer/int8.cuh"
 #include "lowrankkv/cuda/quantizer/no_quantizer.cuh"
@@ -55,16 +56,3 @@
 #include "lowrankkv/cuda/updater/oja.cuh"
 #include "lowrankkv/cuda/updater/static.cuh"
 #include "lowrankkv/fwd.hpp"
-
-LOWRANKKV_NAMESPACE_BEGIN
-
-/// @brief Backend tag: everything is in device memory. Calls enqueue work on the caller's stream
-/// and return.
-/// @tparam Set  the kernels that are compiled. Cuda has all of them; policies are Impl<Policy,
-/// Cuda> whatever the set
-template <class Set>
-struct CudaWith {
-  using Pool = cuda::PagePool;
-};
-
-LOWRANKKV_NAMESPACE_END

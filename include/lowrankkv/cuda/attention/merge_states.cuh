@@ -14,26 +14,15 @@
 #include <span>
 
 #include "lowrankkv/core/error.hpp"
+#include "lowrankkv/core/partial_attention.hpp"
 #include "lowrankkv/core/views.hpp"
 #include "lowrankkv/cuda/runtime/device.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Which tokens the queries of a partial attention belong to.
-///
-/// `own`: the last tokens of the tail, causal among each other. `elsewhere`: tokens behind
-/// everything that is stored here.
-enum class QueryTokens : std::uint8_t { own, elsewhere };
-
-/// @brief States of queries in device memory, f32.
-struct StateView {
-  float* values = nullptr;   ///< A: [tokens, heads, head_dim]
-  float* maximum = nullptr;  ///< M: [tokens, heads], natural-log units
-  float* sum = nullptr;      ///< L: [tokens, heads]
-  std::int64_t num_tokens = 0;
-  int num_heads = 0, head_dim = 0;
-};
+using ::lowrankkv::QueryTokens;  ///< by its name of before
+using ::lowrankkv::StateView;    ///< by its name of before
 
 inline constexpr int kMaxShards = 64;  ///< states that one merge_states() call takes
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/cache/prefill.cuh  The calls prefill(), ingest() and finish_prompt(): a prompt is
+/// @file cuda/cache/prefill.cuh  PromptCalls: prefill(), ingest() and finish_prompt(). A prompt is
 /// divided into chunks, which are packed, attended to and stored one after the other.
 #pragma once
 
@@ -11,6 +11,8 @@
 #include "lowrankkv/core/calls.hpp"
 #include "lowrankkv/core/views.hpp"
 #include "lowrankkv/cuda/attention/attend.cuh"
+#include "lowrankkv/cuda/cache/calls.hpp"
+#include "lowrankkv/cuda/cache/checks.cuh"
 #include "lowrankkv/cuda/compress/compress.cuh"
 #include "lowrankkv/cuda/compress/flushed_rows.cuh"
 #include "lowrankkv/cuda/layer/layer.cuh"
@@ -214,8 +216,8 @@ void store_chunk(Layer& layer, int slot, std::int64_t n, const CompressScratch& 
   for (std::int64_t done = 0; done < flushed; done += step) {
     const std::int64_t count = (std::min)(step, flushed - done);
     const RowSource next{source.packed, source.tiles, static_cast<std::int32_t>(done)};
-    compress(layer, std::span<const int>(&slot, 1), count, next, scratch, Phase::prefill, queries,
-             stream);
+    Compression<Layer>::run(layer, std::span<const int>(&slot, 1), count, next, scratch,
+                            Phase::prefill, queries, stream);
     now.num_tokens += count;  // moves first_tail(), the position of the next rows
   }
   const int kept = static_cast<int>(rows - flushed);
@@ -325,7 +327,7 @@ HeadRows check_prompt_pages(const Layer& layer, int slot, std::int64_t rows) {
 
 /// @brief Stores the staged rows of a prompt as its last chunk, and ends the prompt.
 template <class Layer>
-void finish_prompt(Layer& layer, int slot, cudaStream_t stream) {
+void end_prompt(Layer& layer, int slot, cudaStream_t stream) {
   if (layer.prompts.of(slot).rows() > 0) {
     const CompressScratch scratch = detail::pack_waiting(layer, slot, stream);
     detail::store_waiting(layer, slot, scratch, stream);
@@ -358,8 +360,37 @@ void take_prompt(Layer& layer, int slot, const PromptTokens& tokens, Prompt prom
   if (prompt == Prompt::continues) {
     layer.prompts.begin(slot).open = true;
   } else {
-    finish_prompt(layer, slot, stream);
+    end_prompt(layer, slot, stream);
   }
+}
+
+template <class Layer>
+void PromptCalls<Layer>::prefill(Layer& layer, SequenceId seq, const QueryView& query,
+                                 const KeyView& key, const ValueView& value, const OutputView& out,
+                                 const LseView& lse, Prompt prompt, cudaStream_t stream) {
+  refuse_capture("prefill", stream);
+  const int slot = check_prompt(layer, seq, key, value);
+  check_queries(layer, query, out, lse, key.num_tokens);
+  const DeviceOutput target{out.data, out.token_stride, out.head_stride, lse.data,
+                            lse.token_stride};
+  take_prompt(layer, slot, {key, value, query, target, true}, prompt, stream);
+}
+template <class Layer>
+void PromptCalls<Layer>::ingest(Layer& layer, SequenceId seq, const KeyView& key,
+                                const ValueView& value, const QueryView& q_window, Prompt prompt,
+                                cudaStream_t stream) {
+  refuse_capture("ingest", stream);
+  const int slot = check_prompt(layer, seq, key, value);
+  check_query_window(layer, slot, q_window, key.num_tokens);
+  constexpr bool attends = Layer::Rows::accumulates_scores;  // needs normalised weights
+  take_prompt(layer, slot, {key, value, q_window, {}, attends}, prompt, stream);
+}
+template <class Layer>
+void PromptCalls<Layer>::finish_prompt(Layer& layer, SequenceId seq, cudaStream_t stream) {
+  refuse_capture("finish_prompt", stream);
+  const int slot = layer.sequences.find(seq);
+  check_prompt_pages(layer, slot, layer.prompts.of(slot).rows());
+  end_prompt(layer, slot, stream);
 }
 
 }  // namespace cuda

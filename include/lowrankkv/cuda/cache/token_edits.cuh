@@ -1,36 +1,23 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cuda/cache/token_edits.cuh  Finds the rows that truncate() and remove() leave, and checks
-/// that a sequence can continue with the rows that these calls or load() give it.
+/// @file cuda/cache/token_edits.cuh  EditCalls: truncate(), remove(), and moves of positions. Finds
+/// the rows that are left, and checks that the sequence can continue with them.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "lowrankkv/core/error.hpp"
+#include "lowrankkv/cuda/cache/calls.hpp"
 #include "lowrankkv/cuda/cache/checks.cuh"
+#include "lowrankkv/cuda/cache/full_row_limit.cuh"
 #include "lowrankkv/cuda/layer/layer.cuh"
 #include "lowrankkv/cuda/sequence/remove_tokens.cuh"
 #include "lowrankkv/cuda/sequence/truncate_shift.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
-
-/// @brief The most full rows that a head may have when `stored` tokens have left the tail. If
-/// errors choose, but not accumulated scores, heads may differ: then as many as leave room in the
-/// tables for the full rows to come.
-template <class Layer>
-std::int64_t most_full_rows(const Layer& layer, std::int64_t stored) {
-  using Rows = typename Layer::Rows;
-  const auto& policy = layer.policies.token_policy;
-  if constexpr (Rows::by_errors && !Rows::accumulates_scores) {
-    const RowCounts to_come =
-        row_counts(policy, stored, layer.config.max_tokens - stored, Phase::decode);
-    return layer.state.max_rows(RowList::full) - to_come.full;
-  } else {
-    return Layer::most_rows(policy, stored).full;
-  }
-}
 
 namespace detail {
 
@@ -101,26 +88,79 @@ RemovedRows removed_rows(const Layer& layer, SequenceId seq, std::int64_t first,
   return removed;
 }
 
-/// @brief Checks that this cache's token policy can keep the rows of a saved state in which
-/// `stored` tokens have left the tail. @throws FormatError
+namespace detail {
+
 template <class Layer>
-void check_saved_rows(const Layer& layer, const HeadRows& saved, std::int64_t stored) {
-  const LayerState& state = layer.state;
-  const auto check_kept = [&](const char* which, std::int64_t saved_rows, std::int64_t most_rows) {
-    if (saved_rows <= most_rows) return;
-    ::lowrankkv::detail::fail<FormatError>("saved state: ", saved_rows, " ", which, " rows of ",
-                                           stored, ", this cache's token policy keeps at most ",
-                                           most_rows);
-  };
-  // After tokens were removed, a scored list may have more rows than the policy keeps.
-  const auto& policy = layer.policies.token_policy;
-  const bool any_full = state.is_scored(RowList::full),
-             any_compressed = state.is_scored(RowList::compressed);
-  check_kept("full", saved.num_full,
-             any_full ? state.max_rows(RowList::full) : most_full_rows(layer, stored));
-  check_kept("compressed", saved.num_compressed,
-             any_compressed ? state.max_rows(RowList::compressed)
-                            : Layer::most_rows(policy, stored).compressed);
+void set_shifts(Layer& layer, int slot, PositionShifts shifts, cudaStream_t stream) {
+  PositionShifts& own = layer.state.sequence(slot).shifts;
+  own = std::move(shifts);
+  layer.state.rotary().write_shifts(slot, own, stream);
+}
+
+}  // namespace detail
+
+template <class Layer>
+std::int64_t EditCalls<Layer>::rollback_limit(const Layer& layer, SequenceId seq) {
+  return layer.state.sequence(idle_slot(layer, seq)).first_tail();
+}
+template <class Layer>
+TruncateResult EditCalls<Layer>::truncate(Layer& layer, SequenceId seq, std::int64_t length,
+                                          cudaStream_t stream) {
+  refuse_capture("truncate", stream);
+  std::vector<HeadRows> kept = kept_below(layer, seq, length, stream);
+  return truncate_sequence(layer.state, layer.sequences.find(seq), length, std::move(kept), stream);
+}
+template <class Layer>
+void EditCalls<Layer>::check_truncate(const Layer& layer, SequenceId seq, std::int64_t length) {
+  static_cast<void>(kept_below(layer, seq, length, nullptr));
+}
+template <class Layer>
+void EditCalls<Layer>::remove(Layer& layer, SequenceId seq, std::int64_t first, std::int64_t count,
+                              cudaStream_t stream) {
+  refuse_capture("remove", stream);
+  const RemovedRows rows = removed_rows(layer, seq, first, count, stream);
+  const int slot = layer.sequences.find(seq);
+  PageDemand demand;
+  demand_removal(layer.state, slot, rows, demand);
+  layer.state.pool().allocator().require(demand.total());
+  remove_tokens(layer.state, slot, first, count, rows, stream);
+}
+template <class Layer>
+std::int64_t EditCalls<Layer>::pages_to_remove(const Layer& layer, SequenceId seq,
+                                               std::int64_t first, std::int64_t count) {
+  const RemovedRows rows = removed_rows(layer, seq, first, count, nullptr);
+  PageDemand demand;
+  demand_removal(layer.state, layer.sequences.find(seq), rows, demand);
+  return demand.total();
+}
+template <class Layer>
+void EditCalls<Layer>::shift_positions(Layer& layer, SequenceId seq, std::int64_t first,
+                                       std::int64_t delta, cudaStream_t stream) {
+  refuse_capture("shift_positions", stream);
+  const int slot = idle_slot(layer, seq);
+  detail::set_shifts(layer, slot, shifted(layer.state, slot, first, delta), stream);
+}
+template <class Layer>
+void EditCalls<Layer>::check_shift(const Layer& layer, SequenceId seq, std::int64_t first,
+                                   std::int64_t delta) {
+  static_cast<void>(shifted(layer.state, idle_slot(layer, seq), first, delta));
+}
+template <class Layer>
+void EditCalls<Layer>::divide_positions(Layer& layer, SequenceId seq, std::int64_t first,
+                                        std::int64_t count, std::int64_t divisor,
+                                        cudaStream_t stream) {
+  refuse_capture("divide_positions", stream);
+  const int slot = idle_slot(layer, seq);
+  detail::set_shifts(layer, slot, divided(layer.state, slot, first, count, divisor), stream);
+}
+template <class Layer>
+void EditCalls<Layer>::check_division(const Layer& layer, SequenceId seq, std::int64_t first,
+                                      std::int64_t count, std::int64_t divisor) {
+  static_cast<void>(divided(layer.state, idle_slot(layer, seq), first, count, divisor));
+}
+template <class Layer>
+const PositionShifts& EditCalls<Layer>::position_shifts(const Layer& layer, SequenceId seq) {
+  return layer.state.sequence(layer.sequences.find(seq)).shifts;
 }
 
 }  // namespace cuda

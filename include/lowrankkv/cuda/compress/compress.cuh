@@ -313,13 +313,21 @@ void finish_batch(Layer& layer, const CompressCall& call, const FlushedBatch& ba
 
 }  // namespace detail
 
-/// @brief Moves the `count` oldest rows of each slot out of full rank: from its tail, or from a
-/// packed prompt (one slot). The caller has checked the pages (cuda/compress/flushed_rows.cuh).
-/// @param queries  the prompt's last queries, if known
+/// @brief What flushes and prompts share: a struct, so that one source can instantiate it for both
+/// (cmake/lowrankkv_cuda_caches.cmake).
 template <class Layer>
-void compress(Layer& layer, std::span<const int> slots, std::int64_t count, const RowSource& source,
-              const CompressScratch& scratch, Phase phase, const ScoreQueries& queries,
-              cudaStream_t stream) {
+struct Compression {
+  /// @brief Moves the `count` oldest rows of each slot out of full rank: from its tail, or from a
+  /// packed prompt (one slot). The caller has checked the pages (cuda/compress/flushed_rows.cuh).
+  /// @param queries  the prompt's last queries, if known
+  static void run(Layer& layer, std::span<const int> slots, std::int64_t count,
+                  const RowSource& source, const CompressScratch& scratch, Phase phase,
+                  const ScoreQueries& queries, cudaStream_t stream);
+};
+template <class Layer>
+void Compression<Layer>::run(Layer& layer, std::span<const int> slots, std::int64_t count,
+                             const RowSource& source, const CompressScratch& scratch, Phase phase,
+                             const ScoreQueries& queries, cudaStream_t stream) {
   using Rows = typename Layer::Rows;
   const detail::CompressCall call{source, scratch, phase, queries, stream};
   for (std::size_t first = 0; first < slots.size(); first += kMaxBatch) {
@@ -352,7 +360,8 @@ void flush(Layer& layer, std::vector<int> slots, cudaStream_t stream) {
       scored = (std::max)(scored, layer.state.sequence(slot).num_rows(layer.state.tables().scored));
     }
     const CompressScratch scratch = flush_scratch(layer, slots.size(), scored);
-    compress(layer, slots, layer.config.flush_interval, {}, scratch, Phase::decode, {}, stream);
+    Compression<Layer>::run(layer, slots, layer.config.flush_interval, {}, scratch, Phase::decode,
+                            {}, stream);
   }
 }
 

@@ -9,13 +9,13 @@
 #include <memory>
 #include <utility>
 
+#include "lowrankkv/core/sequence_table.hpp"
 #include "lowrankkv/core/statistics.hpp"
 #include "lowrankkv/cuda/basis/folded_basis.cuh"
 #include "lowrankkv/cuda/layer/layer_rules.cuh"
 #include "lowrankkv/cuda/layer/layer_state.cuh"
 #include "lowrankkv/cuda/layer/open_prompt.cuh"
 #include "lowrankkv/cuda/tiles/int8_tiles.cuh"
-#include "lowrankkv/detail/sequence_table.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {

@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "lowrankkv/core/page_allocator.hpp"
-#include "lowrankkv/cuda/runtime/device.cuh"
+#include "lowrankkv/cuda/runtime/device_memory.hpp"
 #include "lowrankkv/cuda/runtime/forms.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN

@@ -12,22 +12,13 @@
 #include "lowrankkv/core/cache_config.hpp"
 #include "lowrankkv/core/descriptors.hpp"
 #include "lowrankkv/core/error.hpp"
+#include "lowrankkv/cuda/runtime/lent_memory.hpp"
 #include "lowrankkv/cuda/state/attention_step.cuh"
 #include "lowrankkv/cuda/tiles/joint_layout.cuh"
 #include "lowrankkv/cuda/tiles/layer_tiles.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
-
-/// @brief Device memory that the caller lends. Layers can share it if their calls run one after the
-/// other.
-struct LentMemory {
-  std::uint8_t* data = nullptr;  ///< 128-byte aligned
-  std::size_t bytes = 0;
-  /// Held while the memory is in use; null: the memory outlives its users.
-  std::shared_ptr<const void> owner = nullptr;
-  explicit operator bool() const { return data != nullptr; }
-};
 
 /// @brief Budget in bytes for the logits of joint values with pre-RoPE keys, which take 4 bytes per
 /// row and column. Logits are reserved for as many chunks of columns at a time as fit, for the

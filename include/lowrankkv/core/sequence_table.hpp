@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file detail/sequence_table.hpp  Maps the engine's sequence ids to the slots of a cache; selects
-/// a cache's layer type.
+/// @file core/sequence_table.hpp  Maps the engine's sequence ids to the slots of a cache.
 #pragma once
 
 #include <cstddef>
@@ -76,16 +75,6 @@ class SequenceTable {
   std::vector<std::int64_t> limits_;  ///< by slot
   std::vector<int> free_;
   std::unordered_map<SequenceId, int> slots_;
-};
-
-/// The backend's layer type, or an empty struct if the policies cannot be used.
-template <bool usable, class Backend, class... Policies>
-struct LayerOf {
-  using type = typename Backend::template Layer<Policies...>;
-};
-template <class Backend, class... Policies>
-struct LayerOf<false, Backend, Policies...> {
-  struct type {};
 };
 
 }  // namespace detail

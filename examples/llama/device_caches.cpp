@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-#include "lowrankkv/cuda/presets.cuh"
+#include "lowrankkv/cuda.hpp"
 
 namespace llama {
 namespace {

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+/// @file cpu/cache/flush.hpp  When a tail is flushed, and how many pages flushes and prompts can
+/// need.
+#pragma once
+
+#include <cstdint>
+
+#include "lowrankkv/core/page_allocator.hpp"
+#include "lowrankkv/cpu/compress.hpp"
+#include "lowrankkv/cpu/layer.hpp"
+
+LOWRANKKV_NAMESPACE_BEGIN
+namespace cpu {
+
+/// @brief Whether the tail is longer than recent + flush_interval rows.
+template <class Layer>
+bool flush_due(const Layer& layer, int slot) {
+  return layer.table.lengths(slot).tail_length >
+         std::int64_t{layer.recent()} + layer.config.flush_interval;
+}
+/// @brief Compresses flush_interval rows of the tail at a time, as long as a flush is due.
+template <class Layer>
+void flush(Layer& layer, int slot) {
+  while (flush_due(layer, slot))
+    compress_rows(layer, slot, layer.config.flush_interval, Phase::decode);
+}
+/// @brief Adds to `demand` an upper bound of the pages needed until, after `added` more rows, only
+/// the recent window is at full rank.
+template <class Layer>
+void demand_rows(const Layer& layer, int slot, std::int64_t added, Phase phase,
+                 PageDemand& demand) {
+  const std::int64_t rows = layer.table.lengths(slot).tail_length +
+                            layer.sequence(slot).chunk.size() + added - layer.recent();
+  if (rows > 0) demand_compress(layer, slot, rows, phase, demand);
+}
+
+}  // namespace cpu
+LOWRANKKV_NAMESPACE_END
