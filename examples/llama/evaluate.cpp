@@ -191,7 +191,7 @@ std::vector<Eigen::MatrixXd> output_grams(const Engine& engine, int layer) {
   for (int head = 0; head < config.num_qo_heads; ++head) {
     const Eigen::MatrixXd part =
         weight.middleCols(head * config.head_dim, config.head_dim).cast<double>();
-    grams.push_back(part.transpose() * part);
+    grams.emplace_back(part.transpose() * part);
   }
   return grams;
 }
@@ -418,9 +418,9 @@ void measure_retrieval(const Engine& engine, std::vector<Contender>& contenders,
     Ids rest = slice(sample.prompt, prompt, sample.prompt.size() - prompt);
     const std::size_t question = rest.size();
     rest.insert(rest.end(), sample.answer.begin(), sample.answer.end() - 1);
-    for (std::size_t c = 0; c < contenders.size(); ++c) {
-      KvStore& store = *contenders[c].store;
-      note_memory(engine, contenders[c]);
+    for (Contender& contender : contenders) {
+      KvStore& store = *contender.store;
+      note_memory(engine, contender);
       bool right = true;
       for (std::size_t at = 0; at < rest.size() && right; at += kStep) {
         const std::size_t count = std::min<std::size_t>(kStep, rest.size() - at);
@@ -435,7 +435,7 @@ void measure_retrieval(const Engine& engine, std::vector<Contender>& contenders,
           right = right && argmax(line, vocabulary) == sample.answer[i + 1 - question];
         }
       }
-      contenders[c].row.outcomes[sample.task].push_back(right ? '1' : '0');
+      contender.row.outcomes[sample.task].push_back(right ? '1' : '0');
       store.erase(kSequence);
     }
     progress.step();

@@ -52,8 +52,7 @@ struct Contender {
 };
 /// Every method at every ratio (methods without a ratio once); no ratios: each method at those of
 /// its MethodInfo.
-std::vector<Contender> make_contenders(const Engine& engine,
-                                       const std::vector<std::string>& methods,
+std::vector<Contender> make_contenders(const Engine& engine, const std::vector<std::string>& names,
                                        const std::vector<double>& ratios, MethodOptions options,
                                        std::int64_t max_tokens, const Calibration& calibration);
 

@@ -134,7 +134,7 @@ Tokenizer::Tokenizer(const std::string& path) {
   }
   for (const auto& [token, value] : model.at("vocab").items()) {
     const std::int32_t id = value;
-    if (is_special.count(id) != 0) continue;
+    if (is_special.contains(id)) continue;
     bytes_[static_cast<std::size_t>(id)] = unmap_bytes(token);
     ids_[bytes_[static_cast<std::size_t>(id)]] = id;
   }

@@ -153,7 +153,7 @@ class Safetensors {
 
   const std::map<std::string, TensorInfo>& tensors() const { return tensors_; }
   const std::map<std::string, std::string>& metadata() const { return metadata_; }
-  bool contains(const std::string& name) const { return tensors_.count(name) != 0; }
+  bool contains(const std::string& name) const { return tensors_.contains(name); }
 
   /// @brief A tensor's description. @throws FormatError if it is missing.
   const TensorInfo& info(const std::string& name) const {

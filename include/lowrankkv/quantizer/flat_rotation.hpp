@@ -33,7 +33,8 @@ inline std::vector<float> flat_rotation(int size) {
       for (unsigned bit = common; bit != 0; bit &= bit - 1) parity ^= 1;
       // The discrete Hartley transform cas(2 pi i j / n) / sqrt(n) is orthogonal and symmetric for
       // every n.
-      const double angle = 2.0 * std::numbers::pi * (row / power) * (col / power) / odd;
+      const int i = row / power, j = col / power;
+      const double angle = 2.0 * std::numbers::pi * i * j / odd;
       const double value =
           (std::cos(angle) + std::sin(angle)) / std::sqrt(static_cast<double>(size));
       matrix[static_cast<std::size_t>(row) * static_cast<std::size_t>(size) +

@@ -45,7 +45,7 @@ Eigen::MatrixXd oja_step(const linalg::MatrixIn<Real>& moment, const linalg::Mat
   };
   const double before = captured(basis);
   for (int attempt = 0; attempt < 20; ++attempt, rate *= 0.5) {
-    const Eigen::MatrixX<Real> moved = linalg::orthonormal_columns(basis + rate * scale * residual);
+    Eigen::MatrixX<Real> moved = linalg::orthonormal_columns(basis + rate * scale * residual);
     if (captured(moved) >= before) return moved;
   }
   return basis;
