@@ -13,7 +13,7 @@ source cmake/install_dependencies.sh
 
 declare -A parts=(
   [sanitizers]="clang++ without -march=native; what handles memory under the address and undefined-behaviour sanitizers"
-  [headers]="every header compiles alone, CUDA headers too; misuse of a policy gives one readable line"
+  [headers]="every header compiles alone, CUDA headers too; misuse of a policy gives one readable line; clang-tidy over everything"
   [packages]="consumers: CMake, pkg-config, Conan; the reference of every header"
   [architectures]="CUDA tests for sm_80, sm_90 and PTX, the CUDA benchmarks, Release builds of examples and benchmarks"
   [random]="every kernel test that runs emulated, and long random operation sequences"
@@ -49,7 +49,7 @@ run_tests() {
 }
 
 build_check() {
-  install_dependencies "${build_packages[@]}" python3 doctest-dev clang-format-14
+  install_dependencies "${build_packages[@]}" python3 doctest-dev clang-format-14 clang-tidy-14
   [[ -n $nvcc ]] || echo "No nvcc: the CUDA backend is not compiled."
   build check -DLOWRANKKV_TEST_FLAGS=-O1 -DCMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG" -DCMAKE_CUDA_ARCHITECTURES=90 \
     -DLOWRANKKV_CUDA_PTX_ONLY=$ptx_only "${cuda[@]}" "${unused_gpu_code[@]}" "$@"
@@ -66,7 +66,7 @@ part_sanitizers() {
 }
 
 part_headers() {
-  install_dependencies "${build_packages[@]}" clang python3 doctest-dev
+  install_dependencies "${build_packages[@]}" clang clang-tidy-14 python3 doctest-dev
   local compiler
   for compiler in g++ clang++; do
     build "check-headers-$compiler" -DCMAKE_CXX_COMPILER="$compiler" -DLOWRANKKV_TESTS=headers -DLOWRANKKV_BUILD_EXAMPLES=OFF "${cuda[@]}"
