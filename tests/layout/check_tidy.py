@@ -18,6 +18,7 @@ import tempfile
 import time
 
 FOLDERS = ("include/", "examples/")
+DEVICE = ("include/lowrankkv/cuda", "examples/llama/device_caches.cpp")  # these include the CUDA runtime
 NEEDS = {"examples/embed/llama_cpp/": "llama.cpp"}  # sources that are not here
 ROW = "{:<60} {:>8} {:>9}"
 HEADERS = "headers"  # of the unit that they are together
@@ -82,7 +83,7 @@ changed = sorted(name for name in changed if name.startswith(FOLDERS) and (root 
 headers, sources, left_out = [], [], []
 for name in changed:
     suffix = pathlib.PurePosixPath(name).suffix
-    needed = "CUDA" if suffix in (".cuh", ".cu") else next((what for folder, what in NEEDS.items() if name.startswith(folder)), None)
+    needed = "CUDA" if suffix in (".cuh", ".cu") or name.startswith(DEVICE) else next((what for folder, what in NEEDS.items() if name.startswith(folder)), None)
     if suffix in (".hpp", ".cuh"):
         (left_out if needed else headers).append(needed or name)
     elif suffix in (".cpp", ".c", ".cu"):

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cuda/attention/attend.cuh  Chooses and launches the kernels of one attention call.
 ///
-/// The call projects the queries, attends to each list and combines the partial states.
+/// With post-RoPE keys the call first projects the queries. It attends to each list, and combines
+/// the partial states. A column of a kernel is one query row: a query token and a query head of the
+/// KV head's group.
 #pragma once
 
 #include <algorithm>

@@ -3,11 +3,13 @@
 /// with pre-RoPE keys.
 ///
 /// Keys are up-projected and rotated on read (cuda/attention/pre_rope/rope_on_read.cuh). Codes of
-/// keys become f16 numbers about their centre, exactly, and are up-projected: k = sum gain + mean,
-/// with gains rounded to f16. Two kinds of heads are up-projected and rotated part by part: those
-/// with more than 128 planes, and those with two scale groups, each with its own gain. Weights of
-/// values are 16-bit integers, as in attend_codes.cuh. Cost: planes x head_dim products per row and
-/// KV head. Floor: the tiles' bytes.
+/// keys become f16 numbers about their centre, exactly, and are up-projected:
+/// k = gain * sum + mean, with gains rounded to f16. A plane is 8, 4, 2 or 1 bits of a channel's
+/// codes: a code of 3 bits lies in two planes. Two kinds of heads are up-projected and rotated part
+/// by part: those with more than 128 planes, and those with two scale groups, each with its own
+/// gain. Weights of values are 16-bit integers, as in attend_codes.cuh. Cost: planes x head_dim
+/// products per row, KV head and block of columns. Floor: the tiles' bytes, once for a block of
+/// columns.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cuda/attention/pre_rope/rope_on_read.cuh  Logits of pre-RoPE keys: a tile is up-projected
-/// to head_dim, rotated in registers and multiplied with the queries, once for all heads of the
-/// group.
+/// to head_dim, rotated in registers and multiplied with the queries, once for a block of columns.
+///
+/// A column is one query row: a query token and a query head of the KV head's group. A block of
+/// columns is four of them (kBlockColumns).
 ///
 /// With base position b of a tile, q R(p) k = (R(-b) q) R(p - b) k. So a warp rotates its queries
 /// back once per tile, and rotates rows by small offsets, whose cosines and sines lie in shared
@@ -9,12 +11,12 @@
 /// leaving its lane: the first channels of eight pairs are eight of the sixteen numbers that the
 /// product sums over, their second channels are the other eight.
 ///
-/// Keys are 16-bit numbers throughout, as in a cache of post-RoPE keys in f16, two channels per
+/// Once unpacked, keys are 16-bit numbers, as in a cache of post-RoPE keys in f16, two channels per
 /// instruction. They are rounded to f16 after the up-projection and after the rotation. Rows in
 /// bf16 are multiplied by 2^-4, so that they fit up to 2^20. Queries are two 16-bit numbers
 /// relative to their largest; sums over channels are f32. A logit's error is that of three to four
-/// roundings of the key's channels to 11 bits. Cost: head_dim x rank products per row and KV head,
-/// whatever the group size. Floor: the tiles' bytes.
+/// roundings of the key's channels to 11 bits. Cost: head_dim x rank products per row, KV head and
+/// block of columns. Floor: the tiles' bytes, once for a block of columns.
 #pragma once
 
 #include <cstdint>
@@ -238,7 +240,7 @@ __device__ __forceinline__ std::uint32_t half_word(float low, float high) {
 /// parts of queries in neighbouring columns. A warp calls it.
 /// @param prepare  (first step, use): gets ready for at_once steps, then calls use(key_up), once or
 ///   several times. key_up(block, x, y) fills x, y [at_once][2 (row g, g + 8)] with the first and
-///   the second channels of pairs 8 block + 2t and 2t + 1, in rotary order. Keys are the sums over
+///   the second channels of pairs 8 block + 2t and 2t + 1, in RoPE order. Keys are the sums over
 ///   the calls.
 /// @tparam at_once  times 16 rows that are prepared together
 /// @tparam scattered  rows may stand in any order
@@ -334,7 +336,7 @@ __device__ __forceinline__ uint4 half_words(const uint4& words) {
           half_word<type>(words.w)};
 }
 
-/// @brief Reads eight pairs of channels, in rotary order, of full-rank rows from the keys of a
+/// @brief Reads eight pairs of channels, in RoPE order, of full-rank rows from the keys of a
 /// plain tile. Keys in 8 bits come out in units of their row's step.
 template <DType type, int steps, bool in_bytes>
 __device__ __forceinline__ void read_pairs(const Rotary& rotary, const std::uint8_t* keys,
