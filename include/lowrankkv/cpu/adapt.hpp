@@ -114,6 +114,7 @@ std::vector<std::int64_t> observed_rows(const State& state, int slot, int head,
   const std::vector<float> scores = prompt_scores(state, slot, head, rows, selection.scores);
   if (scores.empty()) return candidates;
   std::vector<float> of_candidates;
+  of_candidates.reserve(candidates.size());
   for (const std::int64_t row : candidates)
     of_candidates.push_back(scores[static_cast<std::size_t>(row)]);
   // The share refers to all rows of the prompt, including exempt rows. For a part of the prompt, it

@@ -2,7 +2,7 @@
 // expected-error: an Updater that moves bases needs PerHead bases
 #include "lowrankkv/cuda/presets.cuh"
 
-std::size_t instantiate() {
-  return sizeof(lowrankkv::CompressedKVCache<lowrankkv::Cuda, lowrankkv::Projector, lowrankkv::Oja,
-                                             lowrankkv::SinkRecent, lowrankkv::TransformCode>);
+void use(lowrankkv::CompressedKVCache<lowrankkv::Cuda, lowrankkv::Projector, lowrankkv::Oja,
+                                      lowrankkv::SinkRecent, lowrankkv::TransformCode>& cache) {
+  cache.create(0);
 }

@@ -4,7 +4,7 @@
 
 struct Mine {};
 
-std::size_t instantiate() {
-  return sizeof(lowrankkv::CompressedKVCache<lowrankkv::Cuda, lowrankkv::PerHead, lowrankkv::Static,
-                                             lowrankkv::Compose<lowrankkv::SinkRecent, Mine>>);
+void use(lowrankkv::CompressedKVCache<lowrankkv::Cuda, lowrankkv::PerHead, lowrankkv::Static,
+                                      lowrankkv::Compose<lowrankkv::SinkRecent, Mine>>& cache) {
+  cache.create(0);
 }

@@ -4,6 +4,6 @@
 
 struct Mine {};
 
-std::size_t instantiate() {
-  return sizeof(lowrankkv::CompressedKVCache<lowrankkv::Cuda, lowrankkv::PerHead, Mine>);
+void use(lowrankkv::CompressedKVCache<lowrankkv::Cuda, lowrankkv::PerHead, Mine>& cache) {
+  cache.create(0);
 }
