@@ -21,7 +21,7 @@ import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-HEADERS = ["lowrankkv.hpp", "presets.hpp", "compressed_kv_cache.hpp", "layer_stack.hpp", "budgeted.hpp",
+HEADERS = ["lowrankkv.hpp", "presets.hpp", "cpu/backend.hpp", "layer_stack.hpp", "budgeted.hpp",
            "updater/oja.hpp", "cpu/updater/oja.hpp", "cpu/updater/frequent_directions.hpp",
            "cpu/quantizer/transform_code.hpp", "token_policy/snapkv.hpp", "io/safetensors.hpp",
            "calibrate/layer_moments.hpp", "core/views.hpp"]
@@ -61,7 +61,7 @@ def main():
                                               "/usr/include/eigen3", "-c", source, "-o", "/dev/null"]))
 
         if wanted("headers"):
-            external = sorted({match for header in ROOT.glob("include/**/*.hpp")
+            external = sorted({match for header in ROOT.glob("include/**/*.hpp") if "cuda" not in header.name + str(header.parent.relative_to(ROOT))
                                for match in re.findall(r"^#include <(?!lowrankkv).+>$", header.read_text(), re.M)})
             host("floor", write("floor", external))
             for header in HEADERS:

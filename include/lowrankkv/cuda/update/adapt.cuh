@@ -269,8 +269,8 @@ inline std::size_t compressed_bytes(const LayerState& layer, std::int64_t rows) 
 /// behind the pinned ones
 /// @param scores  of a packed prompt; null: all rows are observed
 /// @param share   share of the prompt's rows that is observed: the rows with the highest scores
-template <class Updater>
-void adapt(LayerState& layer, const Updater& updater, const FlushBatch& flushed, int first_sequence,
+template <class Updater, class State>
+void adapt(State& layer, const Updater& updater, const FlushBatch& flushed, int first_sequence,
            int count, const RowSource& source, const CompressScratch& scratch, Phase phase,
            const RowOrder& kept, const float* scores, float share, CacheStatistics& statistics,
            cudaStream_t stream) {
@@ -344,17 +344,15 @@ void adapt(LayerState& layer, const Updater& updater, const FlushBatch& flushed,
     detail::launch_kernel(kernel, matrices, kOjaThreads, oja_bytes(dim), "oja_kernel", stream,
                           tables, steps, layer.epochs().bases(), moments.sums, moments.splits);
   };
-  if (steps.form == OjaForm::power) {
-    if (dim <= kOjaKept)
-      move(oja_kernel<8, 4, false>);
-    else
-      move(oja_kernel<16, 8, false>);
-  } else {
-    if (dim <= kOjaKept)
-      move(oja_kernel<8, 4, true>);
-    else
-      move(oja_kernel<16, 8, true>);
-  }
+  constexpr int set_dim = State::Kernels::head_dim;
+  detail::with_bool(steps.form != OjaForm::power, [&](auto printed) {
+    if constexpr (set_dim == 0 || set_dim <= kOjaKept) {
+      if (dim <= kOjaKept) move(oja_kernel<8, 4, printed()>);
+    }
+    if constexpr (set_dim == 0 || set_dim > kOjaKept) {
+      if (dim > kOjaKept) move(oja_kernel<16, 8, printed()>);
+    }
+  });
   if (std::none_of(steps.epoch, steps.epoch + count, [](std::int32_t epoch) { return epoch >= 0; }))
     return;
   PublishedEpochs published{};
