@@ -9,20 +9,13 @@
 
 #include "lowrankkv/layer_stack.hpp"
 #include "lowrankkv/presets.hpp"
+#include "support/grouped_cache.hpp"
 #include "support/random_layer.hpp"
 
 namespace layer_stack_tests {
 
 using namespace lowrankkv;
-
-namespace {
-constexpr CacheShape kShape{8, 2, 64};
-LayerBasis basis(int key_rank = 24, int value_rank = 32) {
-  support::Random random(1);
-  LayerBasis layer = support::random_basis(random, kShape, {}, key_rank, value_rank);
-  return layer;
-}
-}  // namespace
+using namespace support::grouped;
 
 TEST_CASE("a stack of layers shares a pool and the sequences") {
   support::Random random(7);

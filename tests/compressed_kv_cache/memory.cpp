@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "lowrankkv/presets.hpp"
+#include "support/grouped_cache.hpp"
 #include "support/random_layer.hpp"
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -31,15 +32,7 @@ void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 namespace memory_tests {
 
 using namespace lowrankkv;
-
-namespace {
-constexpr CacheShape kShape{8, 2, 64};
-LayerBasis basis(int key_rank = 24, int value_rank = 32) {
-  support::Random random(1);
-  LayerBasis layer = support::random_basis(random, kShape, {}, key_rank, value_rank);
-  return layer;
-}
-}  // namespace
+using namespace support::grouped;
 
 TEST_CASE("memory counts every byte once") {
   support::Random random(2);

@@ -6,20 +6,13 @@
 #include <vector>
 
 #include "lowrankkv/presets.hpp"
+#include "support/grouped_cache.hpp"
 #include "support/random_layer.hpp"
 
 namespace tensor_layouts_tests {
 
 using namespace lowrankkv;
-
-namespace {
-constexpr CacheShape kShape{8, 2, 64};
-LayerBasis basis(int key_rank = 24, int value_rank = 32) {
-  support::Random random(1);
-  LayerBasis layer = support::random_basis(random, kShape, {}, key_rank, value_rank);
-  return layer;
-}
-}  // namespace
+using namespace support::grouped;
 
 TEST_CASE("tensors of any type and layout are taken as they are") {
   support::Random random(4);

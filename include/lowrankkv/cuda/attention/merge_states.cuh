@@ -21,8 +21,8 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-using ::lowrankkv::QueryTokens;  ///< by its name of before
-using ::lowrankkv::StateView;    ///< by its name of before
+using ::lowrankkv::QueryTokens;  ///< cuda::QueryTokens names the same type
+using ::lowrankkv::StateView;    ///< cuda::StateView names the same type
 
 inline constexpr int kMaxShards = 64;  ///< states that one merge_states() call takes
 

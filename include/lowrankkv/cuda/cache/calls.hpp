@@ -61,9 +61,6 @@ struct PoliciesOf<Layer<Set, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy
   using type = Policies<Basis, Updater, TokenPolicy, Quantizer>;
 };
 
-using ::lowrankkv::QueryTokens;  ///< by its name of before
-using ::lowrankkv::StateView;    ///< by its name of before
-
 /// @brief Making and destroying a cache, its sequences, and what it counts.
 template <class Layer>
 struct LayerCalls {

@@ -18,28 +18,6 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Enqueues the measurement of the attention that positions receive from the queries of a
-/// decode step whose attention has been enqueued.
-template <class Layer>
-void measure_step(Layer& layer, std::span<const SequenceId> seqs, const QueryView& query,
-                  const LseView& lse, const ScoreView& accumulated, cudaStream_t stream) {
-  auto& state = layer.state;
-  const int m = check_attend(layer, seqs, query);
-  const HeadRows most = most_attended(layer, seqs, m, capturing(stream));
-  const AttentionStep step = state.workspace().step(m);
-  const DeviceScores scores{accumulated.data, accumulated.num_positions};
-  for_each_batch(layer, seqs, [&](const Batch& batch, std::int64_t first_sequence) {
-    const int first = static_cast<int>(first_sequence);
-    const WeightQueries queries =
-        weight_queries(state, query, lse.data, lse.token_stride, m, first_sequence * m);
-    measure_scores(state, batch, queries, {}, scores, first, most.num_full, stream);
-    if constexpr (Layer::Rows::compresses) {
-      measure_compressed_scores<Layer::coded_groups>(state, step, batch, queries, scores, first,
-                                                     most.num_compressed, stream);
-    }
-  });
-}
-
 /// @brief Enqueues the addition of received attention to the rows' accumulated scores.
 template <class Layer>
 void accumulate_scores(const Layer& layer, std::span<const SequenceId> seqs,
@@ -75,28 +53,34 @@ void ScoreCalls<Layer>::attend_scored(Layer& layer, Sequences seqs, const QueryV
   check_queries(layer, query, out, lse, query.num_tokens);
   const bool captured = capturing(stream);
   const int m = check_attend(layer, seqs, query);
-  static_cast<void>(most_attended(layer, seqs, m, captured));
+  const HeadRows most = most_attended(layer, seqs, m, captured);
   check_scores(layer, seqs, accumulated, captured);
+  auto& state = layer.state;
   LseView sums = lse;
   if (lse.data == nullptr) {
     const int heads = layer.config.shape.num_qo_heads;
-    sums = LseView(layer.state.workspace().step_lse(), query.num_tokens, heads);
+    sums = LseView(state.workspace().step_lse(), query.num_tokens, heads);
   }
   clear_scores(accumulated, stream);
-  // Scores read what attention leaves in the workspace, which holds one batch.
-  for (std::size_t first = 0; first < seqs.size(); first += kMaxBatch) {
-    const std::size_t count = (std::min)(seqs.size() - first, std::size_t{kMaxBatch});
-    const std::int64_t row = static_cast<std::int64_t>(first) * m;
-    const std::int64_t rows = static_cast<std::int64_t>(count) * m;
-    const Sequences some = seqs.subspan(first, count);
-    ScoreView of_some = accumulated;
-    of_some.num_sequences = static_cast<std::int64_t>(count);
-    of_some.data = accumulated.row(static_cast<std::int64_t>(first), 0);
-    const LseView sums_of_some = sums.tokens(row, rows);
+  const DeviceScores scores{accumulated.data, accumulated.num_positions};
+  // Scores read the projected queries that attention leaves in the workspace, which holds one
+  // batch.
+  for_each_batch(layer, seqs, [&](const Batch& batch, std::int64_t first) {
+    const std::int64_t row = first * m, rows = std::int64_t{batch.count} * m;
+    const Sequences some =
+        seqs.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(batch.count));
     StepCalls<Layer>::attend(layer, some, query.tokens(row, rows), out.tokens(row, rows),
-                             sums_of_some, stream);
-    measure_step(layer, some, query.tokens(row, rows), sums_of_some, of_some, stream);
-  }
+                             sums.tokens(row, rows), stream);
+    const WeightQueries queries =
+        weight_queries(state, query, sums.data, sums.token_stride, m, row);
+    measure_scores(state, batch, queries, {}, scores, static_cast<int>(first), most.num_full,
+                   stream);
+    if constexpr (Layer::Rows::compresses) {
+      measure_compressed_scores<Layer::coded_groups>(state, state.workspace().step(m), batch,
+                                                     queries, scores, static_cast<int>(first),
+                                                     most.num_compressed, stream);
+    }
+  });
 }
 template <class Layer>
 void ScoreCalls<Layer>::accumulate(Layer& layer, Sequences seqs, const ScoreView& accumulated,
