@@ -5,7 +5,7 @@
 #   HEADER  as in an #include: declares the types. It includes <lowrankkv/cuda.hpp>, and the Impl of policies of your own.
 #   CACHES  types of that header: CompressedKVCache<...>, or an alias like Budgeted<Gpu>. Without spaces, or quoted.
 #   CALLS   which calls of the caches: layer prompt step score flush edit stored certify save (cuda/cache/calls.hpp says what
-#           is in a group). Default: all. Calls outside these do not link.
+#           is in a group). Default: all. Calls outside these do not link. prompt needs flush; flush and score need step.
 #   LIBRARY STATIC (default), SHARED or OBJECT.
 #
 # Each group of calls is a source of its own, so that they compile in parallel; caches share most of their kernels, so all
@@ -38,9 +38,15 @@ function(lowrankkv_add_cuda_caches name)
       message(FATAL_ERROR "lowrankkv_add_cuda_caches: CALLS '${group}' is none of ${groups}")
     endif()
   endforeach()
-  if("prompt" IN_LIST arg_CALLS AND NOT "flush" IN_LIST arg_CALLS)
-    message(FATAL_ERROR "lowrankkv_add_cuda_caches: CALLS has prompt without flush, which compiles what stores rows")
-  endif()
+  # Calls of one group make calls of another.
+  foreach(needs prompt=flush flush=step score=step)
+    string(REPLACE "=" ";" needs ${needs})
+    list(GET needs 0 group)
+    list(GET needs 1 other)
+    if(group IN_LIST arg_CALLS AND NOT other IN_LIST arg_CALLS)
+      message(FATAL_ERROR "lowrankkv_add_cuda_caches: CALLS has ${group} without ${other}, which it calls")
+    endif()
+  endforeach()
 
   set(sources "")
   foreach(group IN LISTS arg_CALLS)
