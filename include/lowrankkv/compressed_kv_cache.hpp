@@ -55,7 +55,12 @@ LOWRANKKV_NAMESPACE_BEGIN
 /// faults(): append() zeroes the token's rows in all heads, prefill() and ingest() the row of that
 /// head only.
 ///
-/// Not thread-safe: one thread calls a cache at a time. After any error the cache is unchanged.
+/// Not thread-safe: one thread calls a cache at a time.
+///
+/// After any error the cache is as it was, whatever threw: the library, memory, a page source or a
+/// policy. On a GPU with one exception: if the host runs out of memory, or the CUDA runtime reports
+/// an error, after work has been enqueued, then the sequences of that call are unusable. Every call
+/// on them but erase() raises StateError.
 ///
 /// @tparam Backend  Cpu, Cuda or CudaWith<a kernel set>
 /// @tparam EpochPolicy  how many epochs a sequence keeps
@@ -551,6 +556,8 @@ class CompressedKVCache : Backend::template Diagnosis<Basis, Updater, TokenPolic
   const Pool& pool() const { return Calls::pool(layer()); }
 
  private:
+  template <class Cache>
+  friend class LayerStack;  // whose calls change all layers or none
   struct Destroy {
     void operator()(Layer* layer) const { Calls::destroy(layer); }
   };

@@ -23,7 +23,9 @@ LOWRANKKV_NAMESPACE_BEGIN
 
 /// @brief Owns one Cache per layer, of either backend. Call prefill, append and attend on layer(i),
 /// one layer after the other. Operations on a whole sequence (create, fork, erase, truncate,
-/// maintain, memory) are called here, and apply to all layers or to none.
+/// maintain, memory) are called here, and apply to all layers or to none, whatever throws. On a GPU
+/// this holds for errors of arguments, missing pages and the engine's page source; what a layer has
+/// enqueued cannot be taken back when the host runs out of memory in a later one.
 ///
 /// On the Cuda backend, calls that enqueue work take a cudaStream_t as their last argument (`On`).
 /// On the CPU, `On` is empty.
@@ -76,7 +78,7 @@ class LayerStack {
   template <class... On>
   void create(SequenceId seq, On... on) {
     check_room(seq);
-    for (auto& layer : layers_) layer->create(seq, on...);
+    add_to_all(seq, [&](Cache& layer) { layer.create(seq, on...); });
   }
   /// @brief Sets the number of tokens that a sequence may have in every layer. Raises the errors of
   /// CompressedKVCache::limit before any layer has changed.
@@ -90,7 +92,7 @@ class LayerStack {
     check_room(target);
     // rollback_limit() raises unless the sequence exists and has no unfinished prompt.
     for (auto& layer : layers_) static_cast<void>(layer->rollback_limit(source));
-    for (auto& layer : layers_) layer->fork(source, target, on...);
+    add_to_all(target, [&](Cache& layer) { layer.fork(source, target, on...); });
   }
   /// @brief Ends a sequence in every layer.
   template <class... On>
@@ -122,8 +124,8 @@ class LayerStack {
   void remove(SequenceId seq, std::int64_t first, std::int64_t count, On... on) {
     std::int64_t pages = 0;
     for (const auto& layer : layers_) pages += layer->pages_to_remove(seq, first, count);
-    pool_->allocator().require(pages);
-    for (auto& layer : layers_) layer->remove(seq, first, count, on...);
+    const HeldPages held(pool_->allocator(), pages);
+    all_or_none([&](auto& layer) { return Calls::try_remove(layer, seq, first, count, on...); });
   }
   /// @brief Moves tokens of a sequence to other positions in every layer, or in none. Errors and
   /// limits as in the backend's CompressedKVCache::shift_positions; the limits of the two backends
@@ -131,7 +133,7 @@ class LayerStack {
   template <class... On>
   void shift_positions(SequenceId seq, std::int64_t first, std::int64_t delta, On... on) {
     for (auto& layer : layers_) layer->check_shift_positions(seq, first, delta);
-    for (auto& layer : layers_) layer->shift_positions(seq, first, delta, on...);
+    all_or_none([&](auto& layer) { return Calls::try_shift(layer, seq, first, delta, on...); });
   }
   /// @brief Divides positions of a sequence's tokens in every layer, or in none. Errors and limits
   /// as in the backend's CompressedKVCache::divide_positions; the limits of the two backends
@@ -140,7 +142,8 @@ class LayerStack {
   void divide_positions(SequenceId seq, std::int64_t first, std::int64_t count,
                         std::int64_t divisor, On... on) {
     for (auto& layer : layers_) layer->check_divide_positions(seq, first, count, divisor);
-    for (auto& layer : layers_) layer->divide_positions(seq, first, count, divisor, on...);
+    all_or_none(
+        [&](auto& layer) { return Calls::try_divide(layer, seq, first, count, divisor, on...); });
   }
   /// @brief Rotary position of a token, or of the next one.
   std::int64_t position(SequenceId seq, std::int64_t token) const {
@@ -152,8 +155,8 @@ class LayerStack {
   void maintain(std::span<const SequenceId> seqs, On... on) {
     std::int64_t pages = 0;
     for (const auto& layer : layers_) pages += layer->pages_to_maintain(seqs);
-    pool_->allocator().require(pages);
-    for (auto& layer : layers_) layer->maintain(seqs, on...);
+    const HeldPages held(pool_->allocator(), pages);
+    all_or_none([&](auto& layer) { return Calls::try_maintain(layer, seqs, on...); });
   }
   template <class... On>
   void maintain(SequenceId seq, On... on) {
@@ -204,34 +207,25 @@ class LayerStack {
     const auto count = in.value<std::uint64_t>();
     if (count != layers_.size())
       detail::fail<ShapeError>("num_layers: stack ", layers_.size(), ", saved ", count);
-    // Split into layers first. If a later layer fails, erase the layers that were loaded.
     std::vector<std::span<const std::byte>> parts;
     for (std::size_t layer = 0; layer < layers_.size(); ++layer)
       parts.push_back(in.bytes(static_cast<std::size_t>(in.value<std::uint64_t>())));
     if (in.left() != 0)
       detail::fail<FormatError>("saved state: ", in.left(), " bytes too many, 0 expected");
-    struct Undo {
-      std::vector<std::unique_ptr<Cache>>& layers;
-      SequenceId seq;
-      std::size_t loaded = 0;
-      ~Undo() {
-        for (std::size_t layer = 0; layer < loaded; ++layer) layers[layer]->erase(seq);
-      }
-    } undo{layers_, seq};
-    for (; undo.loaded < layers_.size(); ++undo.loaded) {
-      Cache& layer = *layers_[undo.loaded];
-      layer.load(seq, parts[undo.loaded], on...);
-      const std::int64_t tokens = layer.num_tokens(seq);
-      const bool moved_alike = layer.position_shifts(seq) == layers_.front()->position_shifts(seq);
-      if (tokens == layers_.front()->num_tokens(seq) && moved_alike) continue;
-      layer.erase(seq);
-      if (!moved_alike)
-        detail::fail<FormatError>("saved state: layer ", undo.loaded,
-                                  " moved its tokens otherwise than layer 0");
-      detail::fail<FormatError>("saved state: layer 0 has ", layers_.front()->num_tokens(seq),
-                                " tokens, layer ", undo.loaded, " has ", tokens);
-    }
-    undo.loaded = 0;
+    std::size_t index = 0;
+    add_to_all(
+        seq, [&](Cache& layer) { layer.load(seq, parts[index++], on...); },
+        [&] {
+          for (std::size_t other = 0; other < layers_.size(); ++other) {
+            const Cache &first = *layers_.front(), &layer = *layers_[other];
+            if (layer.num_tokens(seq) != first.num_tokens(seq))
+              detail::fail<FormatError>("saved state: layer 0 has ", first.num_tokens(seq),
+                                        " tokens, layer ", other, " has ", layer.num_tokens(seq));
+            if (layer.position_shifts(seq) != first.position_shifts(seq))
+              detail::fail<FormatError>("saved state: layer ", other,
+                                        " moved its tokens otherwise than layer 0");
+          }
+        });
   }
 
   /// @brief Bytes of one sequence over all layers.
@@ -254,7 +248,36 @@ class LayerStack {
   const Pool& pool() const { return *pool_; }  ///< pages of all layers
 
  private:
+  using Calls = typename Cache::Calls;
   static constexpr std::uint64_t kSavedStack = 0x314b5453564b524cULL;  // "LRKVSTK1"
+  /// Calls change(layer's state) for all layers. Keeps the changes if none of them throws.
+  template <class Change>
+  void all_or_none(Change&& change) {
+    std::vector<decltype(change(*layers_.front()->layer_))> changes;
+    changes.reserve(layers_.size());
+    for (auto& layer : layers_) changes.push_back(change(*layer->layer_));
+    for (auto& done : changes) done.commit();
+  }
+  /// Calls add(layer), which adds sequence `seq`, for all layers, and then check(). If something
+  /// throws, the sequence is erased again.
+  template <class Add, class Check>
+  void add_to_all(SequenceId seq, Add&& add, Check&& check) {
+    struct Undo {
+      std::vector<std::unique_ptr<Cache>>& layers;
+      SequenceId seq;
+      std::size_t added = 0;
+      ~Undo() {
+        for (std::size_t layer = 0; layer < added; ++layer) layers[layer]->erase(seq);
+      }
+    } undo{layers_, seq};
+    for (; undo.added < layers_.size(); ++undo.added) add(*layers_[undo.added]);
+    check();
+    undo.added = 0;
+  }
+  template <class Add>
+  void add_to_all(SequenceId seq, Add&& add) {
+    add_to_all(seq, add, [] {});
+  }
   void check_room(SequenceId seq) const {
     for (const auto& layer : layers_) {
       if (layer->contains(seq)) detail::fail<SequenceError>("sequence ", seq, " exists already");

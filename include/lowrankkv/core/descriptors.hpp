@@ -69,6 +69,7 @@ class DescriptorTable {
   }
   HeadRows& rows(int slot, int head) { return rows_[index(slot, head)]; }
   const HeadRows& rows(int slot, int head) const { return rows_[index(slot, head)]; }
+  int num_lists() const { return num_heads_; }  ///< the same for both kinds of lists
   std::int32_t max_segments() const { return max_segments_; }
   std::int32_t max_pages(RowList list) const { return max_pages_[static_cast<int>(list)]; }
 

@@ -3,6 +3,7 @@
 /// page in use.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -51,7 +52,7 @@ class PageAllocator {
 
   std::int64_t num_pages() const { return static_cast<std::int64_t>(references_.size()); }
   std::int64_t num_free() const {
-    return source_ != nullptr ? source_->num_free() : static_cast<std::int64_t>(free_.size());
+    return static_cast<std::int64_t>(free_.size()) + (source_ != nullptr ? source_->num_free() : 0);
   }
 
   /// @brief Raises CapacityError unless `count` pages are free.
@@ -63,27 +64,23 @@ class PageAllocator {
   /// source returns a page outside the pool, or one in use
   std::int32_t take() {
     require(1);
-    const std::int32_t page = source_ != nullptr ? source_->take() : free_.back();
-    if (source_ == nullptr) {
-      free_.pop_back();
-    } else if (page < 0 || page >= num_pages() || references(page) != 0) {
-      detail::fail<StateError>(
-          "page source: gave page ", page,
-          page < 0 || page >= num_pages() ? ", pages 0 to " : ", which is taken; of pages 0 to ",
-          num_pages() - 1);
-    }
+    if (free_.empty()) take_from_source();
+    const std::int32_t page = free_.back();
+    free_.pop_back();
     references_[static_cast<std::size_t>(page)] = 1;
     return page;
   }
   /// @brief One more sequence reads this page.
   void share(std::int32_t page) { ++references_[static_cast<std::size_t>(page)]; }
   /// @brief One sequence fewer reads this page. The last release frees it.
-  void release(std::int32_t page) {
+  void release(std::int32_t page) noexcept {
     if (--references_[static_cast<std::size_t>(page)] != 0) return;
-    if (source_ != nullptr)
+    if (source_ != nullptr && static_cast<std::int64_t>(free_.size()) >= held_) {
       source_->release(page);
-    else
-      free_.push_back(page);
+      return;
+    }
+    free_.push_back(page);  // within its capacity
+    if (source_ != nullptr) references_[static_cast<std::size_t>(page)] = kHeld;
   }
   /// @brief Sequences that read this page.
   int references(std::int32_t page) const { return references_[static_cast<std::size_t>(page)]; }
@@ -91,9 +88,64 @@ class PageAllocator {
   bool shared(std::int32_t page) const { return references(page) > 1; }
 
  private:
+  friend class HeldPages;
+  void take_from_source() {
+    const std::int32_t page = source_->take();
+    if (page < 0 || page >= num_pages() || references(page) != 0) {
+      detail::fail<StateError>(
+          "page source: gave page ", page,
+          page < 0 || page >= num_pages() ? ", pages 0 to " : ", which is taken; of pages 0 to ",
+          num_pages() - 1);
+    }
+    free_.push_back(page);
+    references_[static_cast<std::size_t>(page)] = kHeld;
+  }
+  static constexpr std::int32_t kHeld = -1;  ///< in place of the references of a held page
   std::vector<std::int32_t> references_;
-  std::vector<std::int32_t> free_;
+  std::vector<std::int32_t> free_;  ///< with a source: pages that HeldPages has taken from it
+  std::int64_t held_ = 0;           ///< as many free pages as take() must hand out without failing
   std::shared_ptr<PageSource> source_;
+};
+
+/// @brief While it lives, the next `count` calls of take() cannot fail: an engine's source has
+/// handed out their pages already. Pages that are left go back to it. Can be nested.
+class HeldPages {
+ public:
+  /// @throws CapacityError if fewer are free; whatever the source throws, and then none is taken
+  HeldPages(PageAllocator& allocator, std::int64_t count)
+      : allocator_(allocator), before_(allocator.held_) {
+    allocator.require(count);
+    if (allocator.source_ == nullptr) return;
+    struct Undo {
+      HeldPages* pages;
+      ~Undo() {
+        if (pages != nullptr) pages->give_back();
+      }
+    } undo{this};
+    allocator.free_.reserve(static_cast<std::size_t>(count));
+    while (static_cast<std::int64_t>(allocator.free_.size()) < count) allocator.take_from_source();
+    std::reverse(allocator.free_.begin(),
+                 allocator.free_.end());  // take() keeps the source's order
+    allocator.held_ = (std::max)(before_, count);
+    undo.pages = nullptr;
+  }
+  HeldPages(const HeldPages&) = delete;
+  HeldPages& operator=(const HeldPages&) = delete;
+  ~HeldPages() { give_back(); }
+
+ private:
+  void give_back() noexcept {
+    allocator_.held_ = before_;
+    if (allocator_.source_ == nullptr) return;
+    while (static_cast<std::int64_t>(allocator_.free_.size()) > before_) {
+      const std::int32_t page = allocator_.free_.back();
+      allocator_.free_.pop_back();
+      allocator_.references_[static_cast<std::size_t>(page)] = 0;
+      allocator_.source_->release(page);
+    }
+  }
+  PageAllocator& allocator_;
+  std::int64_t before_;
 };
 
 /// @brief Pages taken in advance for an operation. The destructor releases the pages that were not
@@ -106,7 +158,10 @@ class TakenPages {
   ~TakenPages() {
     for (const std::int32_t page : pages_) allocator_.release(page);
   }
-  void take() { pages_.push_back(allocator_.take()); }
+  void take() {
+    if (pages_.size() == pages_.capacity()) pages_.reserve(2 * pages_.size() + 8);
+    pages_.push_back(allocator_.take());
+  }
   /// @brief Passes one of the pages to the caller, who now owns it.
   std::int32_t next() {
     const std::int32_t page = pages_.back();

@@ -46,6 +46,15 @@ class PositionShifts {
   /// The largest divisor.
   static constexpr std::int64_t kMostDivisor = std::int64_t{1} << 20;
 
+  PositionShifts() = default;
+  PositionShifts(const PositionShifts& other) {
+    reserve(other.pieces_.size());
+    pieces_ = other.pieces_;
+  }
+  PositionShifts(PositionShifts&&) = default;
+  PositionShifts& operator=(const PositionShifts& other) { return *this = PositionShifts(other); }
+  PositionShifts& operator=(PositionShifts&&) = default;
+
   std::span<const PositionShift> pieces() const { return pieces_; }  ///< in order of their tokens
   std::size_t bytes() const { return pieces_.size() * sizeof(PositionShift); }  ///< of the pieces
   /// @brief The piece that contains a token. Cost: O(log pieces).
@@ -75,8 +84,8 @@ class PositionShifts {
     join_neighbours();
   }
   /// @brief Forgets the tokens from `length` on. Tokens appended next continue after the position
-  /// of the last remaining token.
-  void truncate(std::int64_t length) {
+  /// of the last remaining token. Cannot fail: there is always room for one more piece.
+  void truncate(std::int64_t length) noexcept {
     const PositionShift last = piece(length - 1);
     std::erase_if(pieces_, [length](const PositionShift& piece) { return piece.first >= length; });
     if (last.divisor != 1) pieces_.push_back({length, last.position(length - 1) + 1 - length});
@@ -94,7 +103,10 @@ class PositionShifts {
     join_neighbours();
   }
   /// @brief Appends a piece, to restore pieces() in the order in which it returned them.
-  void append(const PositionShift& piece) { pieces_.push_back(piece); }
+  void append(const PositionShift& piece) {
+    reserve(1);
+    pieces_.push_back(piece);
+  }
   friend bool operator==(const PositionShifts&, const PositionShifts&) = default;
   /// @brief Calls use(first token, count, position of the first) for stretches of consecutive
   /// positions among the tokens [first, first + count). Stretches are as long as possible; where
@@ -123,8 +135,13 @@ class PositionShifts {
     const auto at =
         std::find_if(pieces_.begin(), pieces_.end(),
                      [first](const PositionShift& piece) { return piece.first >= first; });
-    if (at == pieces_.end() || at->first != first) pieces_.insert(at, now);
+    if (at != pieces_.end() && at->first == first) return;
+    const std::ptrdiff_t index = at - pieces_.begin();
+    reserve(1);
+    pieces_.insert(pieces_.begin() + index, now);
   }
+  /// Makes room for `more` pieces, and for the one that truncate() may add.
+  void reserve(std::size_t more) { pieces_.reserve(pieces_.size() + more + 1); }
   /// Joins neighbouring pieces that have the same offset and divisor.
   void join_neighbours() {
     PositionShift last;

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <unordered_map>
 #include <vector>
 
@@ -19,7 +20,8 @@ class SequenceTable {
   explicit SequenceTable(const CacheConfig& config)
       : max_sequences_(config.max_sequences),
         max_tokens_(config.max_tokens),
-        limits_(static_cast<std::size_t>(config.max_sequences)) {
+        limits_(static_cast<std::size_t>(config.max_sequences)),
+        unusable_(static_cast<std::size_t>(config.max_sequences)) {
     for (int slot = max_sequences_; slot-- > 0;) free_.push_back(slot);
   }
   int add(SequenceId seq) {
@@ -53,11 +55,27 @@ class SequenceTable {
       fail<CapacityError>("limit: max_tokens ", max_tokens, ", sequence has ", tokens);
   }
   void remove(SequenceId seq) {
-    free_.push_back(find(seq));
+    const int slot = find_any(seq);
+    free_.push_back(slot);  // within its capacity
     slots_.erase(seq);
+    unusable_[static_cast<std::size_t>(slot)] = false;
   }
   bool contains(SequenceId seq) const { return slots_.find(seq) != slots_.end(); }
+  /// The slot of a sequence. @throws StateError if set_unusable() was called for it
   int find(SequenceId seq) const {
+    const int slot = find_any(seq);
+    if (unusable_[static_cast<std::size_t>(slot)])
+      fail<StateError>("sequence ", seq,
+                       " is unusable: a call on it failed after it had changed it; erase it");
+    return slot;
+  }
+  /// Lets find() raise from now on: a call failed after it had begun to change the sequence.
+  void set_unusable(SequenceId seq) noexcept {
+    const auto entry = slots_.find(seq);
+    if (entry != slots_.end()) unusable_[static_cast<std::size_t>(entry->second)] = true;
+  }
+  /// The slot of a sequence, usable or not.
+  int find_any(SequenceId seq) const {
     const auto entry = slots_.find(seq);
     if (entry == slots_.end())
       fail<SequenceError>("unknown sequence ", seq, "; ", slots_.size(), " sequences exist");
@@ -73,8 +91,50 @@ class SequenceTable {
   int max_sequences_;
   std::int64_t max_tokens_;
   std::vector<std::int64_t> limits_;  ///< by slot
+  std::vector<bool> unusable_;        ///< by slot
   std::vector<int> free_;
   std::unordered_map<SequenceId, int> slots_;
+};
+
+/// A sequence that a call adds. Unless keep() is called, the destructor removes it again.
+class AddedSequence {
+ public:
+  AddedSequence(SequenceTable& table, SequenceId seq)
+      : table_(table), seq_(seq), slot_(table.add(seq)) {}
+  /// A copy of the sequence in slot `source`.
+  AddedSequence(SequenceTable& table, int source, SequenceId seq)
+      : table_(table), seq_(seq), slot_(table.add_copy(source, seq)) {}
+  AddedSequence(const AddedSequence&) = delete;
+  AddedSequence& operator=(const AddedSequence&) = delete;
+  ~AddedSequence() {
+    if (!kept_) table_.remove(seq_);
+  }
+  int slot() const { return slot_; }
+  void keep() { kept_ = true; }
+
+ private:
+  SequenceTable& table_;
+  SequenceId seq_;
+  int slot_;
+  bool kept_ = false;
+};
+
+/// Sequences that a call changes in ways that cannot be undone. Unless done() is called, the
+/// destructor makes them unusable.
+class ChangedSequences {
+ public:
+  ChangedSequences(SequenceTable& table, std::span<const SequenceId> seqs)
+      : table_(table), seqs_(seqs) {}
+  ChangedSequences(const ChangedSequences&) = delete;
+  ChangedSequences& operator=(const ChangedSequences&) = delete;
+  ~ChangedSequences() {
+    for (const SequenceId seq : seqs_) table_.set_unusable(seq);
+  }
+  void done() { seqs_ = {}; }
+
+ private:
+  SequenceTable& table_;
+  std::span<const SequenceId> seqs_;
 };
 
 }  // namespace detail

@@ -114,6 +114,27 @@ void decide_group(State& state, int slot, int group, std::vector<FlushedRows>& r
     rows[static_cast<std::size_t>(head)].fates = leader.fates;
 }
 
+/// Raises StateError if the token policy kept more rows than its bounds() allow: page tables are
+/// sized by these.
+template <class State>
+void check_bounds(const State& state, int slot, const std::vector<FlushedRows>& rows, Phase phase) {
+  for (int head = 0; head < state.num_kv_heads(); ++head) {
+    const FlushedRows& mine = rows[static_cast<std::size_t>(head)];
+    const RowBounds most = State::TokenImpl::bounds(
+        state.token_policy, {head, state.first_tail_position(slot), mine.count, phase});
+    const auto check = [&](RowState kind, const char* name, std::int64_t limit) {
+      const auto kept = std::count_if(mine.fates.begin(), mine.fates.end(),
+                                      [kind](RowFate fate) { return state_of(fate) == kind; });
+      if (kept <= limit) return;
+      ::lowrankkv::detail::fail<StateError>("token policy: classify() makes ", kept, " of ",
+                                            mine.count, " rows of KV head ", head, " ", name,
+                                            ", bounds() allows ", limit);
+    };
+    check(RowState::full, "full", most.full);
+    check(RowState::compressed, "compressed", most.compressed);
+  }
+}
+
 /// Calls store(first row in `rows`, count, row of the list) for the runs of rows of `range` in
 /// state `kind`. `next` is the row of the list at which the first run goes.
 template <class Store>
@@ -295,6 +316,7 @@ void compress_range(State& state, int slot, std::vector<FlushedRows>& rows, RowR
         exempt_outliers(state, slot, static_cast<int>(group), rows, range, phase);
       });
     compressed = most_compressed();
+    check_bounds(state, slot, rows, phase);
   }
   if (compressed > 0) open_segment(state, slot);
   std::vector<HeadRows> before;
@@ -312,7 +334,7 @@ void compress_range(State& state, int slot, std::vector<FlushedRows>& rows, RowR
 template <class State>
 void renew_tail(State& state, int slot, std::int64_t count) {
   SequenceLengths& lengths = state.table.lengths(slot);
-  auto& chunk = state.sequence(slot).chunk;
+  const PromptChunk& chunk = state.sequence(slot).chunk;
   const int from_tail = static_cast<int>((std::min)(count, std::int64_t{lengths.tail_length}));
   state.tail.remove(slot, 0, from_tail, lengths.tail_length);
   lengths.tail_length -= from_tail;
@@ -325,7 +347,7 @@ void renew_tail(State& state, int slot, std::int64_t count) {
     }
     ++lengths.tail_length;
   }
-  if (!chunk.empty()) chunk.clear();
+  if (!chunk.empty()) clear_chunk(state, slot);
   if (!State::accumulates_scores) return;
   for (int head = 0; head < state.num_kv_heads(); ++head) {
     std::vector<float>& recent = state.accumulated(slot, head).recent;
@@ -348,6 +370,7 @@ void compress_rows(State& state, int slot, std::int64_t count, Phase phase) {
     });
     for (int group = 0; group < state.num_groups(); ++group)
       detail::decide_group(state, slot, group, rows, phase);
+    detail::check_bounds(state, slot, rows, phase);
     if constexpr (State::accumulates_scores) drop_empty_segments(state, slot);
     const std::int64_t step = updates_sequentially<typename State::UpdaterPolicy, Cpu>()
                                   ? state.config.flush_interval

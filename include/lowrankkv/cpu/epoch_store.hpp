@@ -138,13 +138,10 @@ class EpochStore {
   /// the first reference.
   std::int32_t add(const std::vector<HeadBasis>& heads, const std::vector<HeadFolds>& folds,
                    int head_dim) {
-    const std::size_t index = free_index();
-    Epoch& epoch = epochs_[index];
-    epoch.references = 1;
-    epoch.heads.clear();
+    std::vector<EpochHead> maps;
     for (std::size_t head = 0; head < heads.size(); ++head)
-      epoch.heads.push_back(stored(heads[head], folds[head], head_dim));
-    return static_cast<std::int32_t>(index);
+      maps.push_back(stored(heads[head], folds[head], head_dim));
+    return adopt(std::move(maps));
   }
   /// @brief Takes over maps in stored form. The caller holds the first reference.
   std::int32_t adopt(std::vector<EpochHead>&& heads) {
@@ -154,9 +151,29 @@ class EpochStore {
     return static_cast<std::int32_t>(index);
   }
   void share(std::int32_t epoch) { ++epochs_[static_cast<std::size_t>(epoch)].references; }
-  void release(std::int32_t epoch) {
+  void release(std::int32_t epoch) noexcept {
     Epoch& entry = epochs_[static_cast<std::size_t>(epoch)];
     if (--entry.references == 0) entry.heads.clear();
+  }
+  /// @brief Adds a reference to every epoch in use. @return the references before, per epoch
+  std::vector<int> hold() {
+    std::vector<int> references;
+    for (const Epoch& epoch : epochs_) references.push_back(epoch.references);
+    for (Epoch& epoch : epochs_) epoch.references += epoch.references > 0 ? 1 : 0;
+    return references;
+  }
+  /// @brief Drops the references that hold() has added.
+  void release_held(const std::vector<int>& references) noexcept {
+    for (std::size_t epoch = 0; epoch < references.size(); ++epoch) {
+      if (references[epoch] > 0) release(static_cast<std::int32_t>(epoch));
+    }
+  }
+  /// @brief Restores all references to what they were before hold().
+  void restore_held(const std::vector<int>& references) noexcept {
+    for (std::size_t epoch = 0; epoch < epochs_.size(); ++epoch) {
+      epochs_[epoch].references = epoch < references.size() ? references[epoch] : 0;
+      if (epochs_[epoch].references == 0) epochs_[epoch].heads.clear();
+    }
   }
   const EpochHead& head(std::int32_t epoch, int head) const {
     return epochs_[static_cast<std::size_t>(epoch)].heads[static_cast<std::size_t>(head)];

@@ -117,9 +117,11 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
     this->table = DescriptorTable(
         settings.max_sequences, State::TokenImpl::compresses ? this->num_lists() : heads,
         layout.max_full_pages, layout.max_compressed_pages, EpochPolicy::max_epochs + 2);
-    this->full = PagedRows<FullRows>(RowList::full, layout.full, this->pool.get(), &this->table);
+    this->changes = PageUndo(this->pool.get());
+    this->full = PagedRows<FullRows>(RowList::full, layout.full, this->pool.get(), &this->changes,
+                                     &this->table);
     this->compressed = PagedRows<Quantizer>(RowList::compressed, layout.compressed,
-                                            this->pool.get(), &this->table);
+                                            this->pool.get(), &this->changes, &this->table);
     this->tail = TailRows(settings.max_sequences, heads, settings.tail_capacity,
                           settings.shape.head_dim, settings.full_type);
     this->epochs = EpochStore(settings.epoch_type);
@@ -148,6 +150,8 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
 
   /// @brief Appends `count` rows of both views, from row `first` on, to the tail, rounded to its
   /// type.
+  ///
+  /// Cannot fail: the caller has called reserve_recent().
   void append_tail(int slot, const KeyView& key, const ValueView& value, std::int64_t first,
                    int count) {
     SequenceLengths& lengths = this->table.lengths(slot);
@@ -165,6 +169,11 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
     this->add_recent_scores(slot, count);
   }
 
+  /// @brief Makes room for `count` more accumulated scores of recent rows.
+  void reserve_recent(int slot, std::int64_t count) {
+    for (HeadScores& accumulated : this->sequence(slot).accumulated)
+      accumulated.recent.reserve(accumulated.recent.size() + static_cast<std::size_t>(count));
+  }
   /// @brief Adds prompt rows to the unfinished chunk.
   void extend_chunk(int slot, const KeyView& key, const ValueView& value) {
     this->sequence(slot).chunk.add(key, value, this->workspaces[0].row.data());

@@ -20,6 +20,7 @@
 #include "lowrankkv/core/statistics.hpp"
 #include "lowrankkv/cpu/attention_block.hpp"
 #include "lowrankkv/cpu/epoch_store.hpp"
+#include "lowrankkv/cpu/operation.hpp"
 #include "lowrankkv/cpu/paged_rows.hpp"
 #include "lowrankkv/cpu/quantizer/full_rows.hpp"
 #include "lowrankkv/cpu/rotary_table.hpp"
@@ -81,19 +82,25 @@ struct HeadResiduals {
   std::size_t bytes() const { return full.bytes() + compressed.bytes() + sizeof(float); }
 };
 
-/// @brief One sequence of a layer.
+/// @brief One sequence of a layer, without its prompt chunk.
 template <class UpdaterState>
-struct Slot {
+struct SequenceState {
   bool used = false;
   std::int32_t epoch = 0;  ///< epoch under which new rows are written
   std::int64_t rows_since_publication = 0;
-  PromptChunk chunk;                                     ///< rows of an unfinished prefill
   bool prompt_open = false;                              ///< the prompt goes on in a later call
   std::vector<HeadAdaptation<UpdaterState>> adaptation;  ///< per KV head
   std::vector<RowRuns> runs;             ///< per KV head: the positions that have left the tail
   std::vector<HeadScores> accumulated;   ///< per KV head
   std::vector<HeadResiduals> residuals;  ///< per KV head
   PositionShifts shifts;                 ///< rotary positions that differ from the token's index
+};
+
+/// @brief One sequence of a layer.
+template <class UpdaterState>
+struct Slot : SequenceState<UpdaterState> {
+  using State = SequenceState<UpdaterState>;
+  PromptChunk chunk;  ///< rows of an unfinished prefill
 };
 
 /// @brief The stored state of one layer. Plain data: the steps of the algorithm are in
@@ -131,6 +138,8 @@ struct LayerState {
   RotaryTable rotary;  ///< empty unless keys are stored pre-RoPE
   std::vector<Sequence> slots;
   std::vector<AttentionWorkspace> workspaces;  ///< one per thread
+  PageUndo changes;                            ///< pages that the operation in progress changes
+  LayerBackup<Sequence> backup;                ///< sequences before the operation in progress
   CacheStatistics statistics;
 
   int num_kv_heads() const { return config.shape.num_kv_heads; }

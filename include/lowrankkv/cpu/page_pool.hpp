@@ -5,7 +5,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <utility>
 
@@ -47,16 +46,6 @@ class PagePool {
   }
   const std::byte* page(std::int32_t number) const {
     return memory_ + page_bytes_ * static_cast<std::size_t>(number);
-  }
-
-  /// @brief The page to write instead of `number`: itself, or a private copy if other sequences
-  /// share it.
-  std::int32_t exclusive(std::int32_t number) {
-    if (!allocator_.shared(number)) return number;
-    const std::int32_t copy = allocator_.take();
-    std::memcpy(page(copy), page(number), page_bytes_);
-    allocator_.release(number);
-    return copy;
   }
 
  private:

@@ -4,7 +4,7 @@
 ///
 /// Rows are packed without holes. A page holds the keys of its rows, then their values, in the
 /// quantizer's layout. A sequence writes only to pages of its own: a page that a fork shares is
-/// copied first.
+/// copied first. Rows change only within an Operation, which can be undone.
 #pragma once
 
 #include <algorithm>
@@ -17,6 +17,7 @@
 #include "lowrankkv/core/descriptors.hpp"
 #include "lowrankkv/core/error.hpp"
 #include "lowrankkv/cpu/page_pool.hpp"
+#include "lowrankkv/cpu/page_undo.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
@@ -84,8 +85,8 @@ class PagedRows {
  public:
   PagedRows() = default;
   PagedRows(RowList list, std::vector<RowLayout<Quantizer>> layouts, PagePool* pool,
-            DescriptorTable* table)
-      : list_(list), layouts_(std::move(layouts)), pool_(pool), table_(table) {}
+            PageUndo* changes, DescriptorTable* table)
+      : list_(list), layouts_(std::move(layouts)), pool_(pool), changes_(changes), table_(table) {}
 
   const RowLayout<Quantizer>& layout(int head) const {
     return layouts_[static_cast<std::size_t>(head)];
@@ -123,33 +124,37 @@ class PagedRows {
       demand.add_write(pool_->allocator(), pages[static_cast<std::size_t>(page)]);
   }
 
-  /// @brief Extends the list by `count` rows, which overwrite() fills. Afterwards all pages of the
-  /// new rows belong to the sequence alone, so that filling them takes no pages from the pool, and
-  /// heads can be filled in parallel.
+  /// @brief Extends the list by `count` rows, which overwrite() fills. @throws CapacityError if
+  /// the page table is too short for them
   void extend(int slot, int head, std::int32_t count) {
     if (count == 0) return;
+    check_room(slot, head, count);
     const std::int32_t rows = size(slot, head);
     const std::int32_t have = num_pages(slot, head);
     auto pages = table_->pages(list_, slot, head);
-    if (rows % layout(head).rows_per_page != 0) {
-      std::int32_t& last = pages[static_cast<std::size_t>(have - 1)];
-      last = pool_->exclusive(last);
-    }
+    if (rows % layout(head).rows_per_page != 0) make_writable(slot, head, rows - 1, 1);
     for (std::int32_t page = have; page < pages_for(head, rows + count); ++page) {
-      pages[static_cast<std::size_t>(page)] = pool_->allocator().take();
+      pages[static_cast<std::size_t>(page)] = changes_->take();
     }
     set_size(slot, head, rows + count);
   }
+  /// @brief Makes the pages of rows [first, first + count) the sequence's own.
+  void make_writable(int slot, int head, std::int32_t first, std::int32_t count) {
+    auto pages = table_->pages(list_, slot, head);
+    for_each_page(head, first, count, [&](std::int32_t page, int, int, std::int32_t) {
+      std::int32_t& number = pages[static_cast<std::size_t>(page)];
+      number = changes_->writable(number);
+    });
+  }
 
-  /// @brief Writes rows [first, first + count) again. The bytes per row do not change.
+  /// @brief Writes rows [first, first + count), which extend() has added or whose pages
+  /// make_writable() has prepared. Different heads can be written in parallel.
   void overwrite(int slot, int head, std::int32_t first, std::int32_t count, const float* keys,
                  int key_stride, const float* values, int value_stride) {
     auto pages = table_->pages(list_, slot, head);
     for_each_page(
         head, first, count, [&](std::int32_t page, int row, int length, std::int32_t done) {
-          std::int32_t& number = pages[static_cast<std::size_t>(page)];
-          number = pool_->exclusive(number);
-          std::byte* block = pool_->page(number);
+          std::byte* block = pool_->page(pages[static_cast<std::size_t>(page)]);
           const RowLayout<Quantizer>& rows = layout(head);
           Codec::encode(rows.key, Part::key, rows.rows_per_page, block, row, length,
                         keys + static_cast<std::ptrdiff_t>(done) * key_stride, key_stride);
@@ -194,7 +199,7 @@ class PagedRows {
       if (!keep[static_cast<std::size_t>(row)]) continue;
       if (kept != row) {
         std::int32_t& number = pages[static_cast<std::size_t>(kept / rows.rows_per_page)];
-        number = pool_->exclusive(number);
+        number = changes_->writable(number);
         const std::byte* from =
             pool_->page(pages[static_cast<std::size_t>(row / rows.rows_per_page)]);
         std::byte* to = pool_->page(number);
@@ -204,7 +209,9 @@ class PagedRows {
       }
       ++kept;
     }
-    truncate(slot, head, kept);
+    for (std::int32_t page = pages_for(head, kept); page < num_pages(slot, head); ++page)
+      changes_->release(pages[static_cast<std::size_t>(page)]);
+    set_size(slot, head, kept);
   }
 
   /// @brief Copies all rows of a list, as codes, to one block of exactly that many rows.
@@ -220,7 +227,7 @@ class PagedRows {
                row % rows.rows_per_page, block, values, count, row);
     }
   }
-  /// @brief Fills all rows of a list from such a block. The list's pages must not be shared.
+  /// @brief Fills all rows of a list, which extend() has added, from such a block.
   void copy_in(int slot, int head, const std::byte* block) {
     const RowLayout<Quantizer>& rows = layout(head);
     const std::int32_t count = size(slot, head);
@@ -233,8 +240,8 @@ class PagedRows {
     }
   }
 
-  /// @brief Drops the rows from row number `rows` on, and frees their pages.
-  void truncate(int slot, int head, std::int32_t rows) {
+  /// @brief Drops the rows from row number `rows` on, and frees their pages. Cannot be undone.
+  void truncate(int slot, int head, std::int32_t rows) noexcept {
     auto pages = table_->pages(list_, slot, head);
     for (std::int32_t page = pages_for(head, rows); page < num_pages(slot, head); ++page) {
       pool_->allocator().release(pages[static_cast<std::size_t>(page)]);
@@ -292,6 +299,7 @@ class PagedRows {
   RowList list_ = RowList::full;
   std::vector<RowLayout<Quantizer>> layouts_;
   PagePool* pool_ = nullptr;
+  PageUndo* changes_ = nullptr;
   DescriptorTable* table_ = nullptr;
 };
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "lowrankkv/cpu/convert.hpp"
@@ -45,6 +46,8 @@ class PromptChunk {
     const float* tile = key_tile(head, row / kTile) + row % kTile;
     for (int channel = 0; channel < head_dim_; ++channel) target[channel] = tile[channel * kTile];
   }
+  /// @brief The last queries, [window, num_qo_heads, head_dim].
+  const std::vector<float>& window_queries() const { return queries_; }
   int num_window_queries() const {
     return static_cast<int>(queries_.size()) / (std::max)(1, num_qo_heads_ * head_dim_);
   }
@@ -104,8 +107,21 @@ class PromptChunk {
     if (queries_.size() > limit)
       queries_.erase(queries_.begin(), queries_.end() - static_cast<std::ptrdiff_t>(limit));
   }
-  /// @brief Removes all rows and queries, and frees their memory.
-  void clear() { *this = PromptChunk(num_heads_, num_qo_heads_, head_dim_, window_); }
+  /// @brief An empty chunk of the same shape.
+  PromptChunk empty_like() const {
+    return PromptChunk(num_heads_, num_qo_heads_, head_dim_, window_);
+  }
+  /// @brief Forgets the rows from `rows` on, and restores the last queries.
+  void rewind(std::int64_t rows, std::vector<float>&& queries) noexcept {
+    size_ = rows;
+    queries_ = std::move(queries);
+    const auto shrink = [](std::vector<float>& values, std::int64_t count) {
+      if (values.size() > static_cast<std::size_t>(count))
+        values.resize(static_cast<std::size_t>(count));
+    };
+    for (auto& keys : keys_) shrink(keys, (rows + kTile - 1) / kTile * kTile * head_dim_);
+    for (auto& values : values_) shrink(values, rows * value_stride());
+  }
 
  private:
   int num_heads_ = 0;

@@ -188,6 +188,7 @@ void merge_segment(State& state, int slot, int index) {
       matmul<true>(count, map.stride, map.rank, coefficients.data(), map.stride, map.matrix.data(),
                    map.stride, out.data(), map.stride);
     };
+    state.compressed.make_writable(slot, head, from.first_row, from.num_rows);
     detail::MoveLosses<State> losses(state, slot, head);
     for (std::int32_t done = 0; done < from.num_rows; done += kTile) {
       const std::int32_t first = from.first_row + done;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "lowrankkv/core/memory_usage.hpp"
@@ -28,7 +29,7 @@ void truncate_compressed(State& state, int slot, RowsOfHead&& rows_of_head) {
 
 /// @brief Frees all resources of a slot.
 template <class State>
-void clear_slot(State& state, int slot) {
+void clear_slot(State& state, int slot) noexcept {
   for (int head = 0; head < state.num_kv_heads(); ++head) state.full.truncate(slot, head, 0);
   truncate_compressed(state, slot, [](int) { return 0; });
   for (const Segment& segment : state.used_segments(slot, 0)) state.epochs.release(segment.epoch);
@@ -55,36 +56,50 @@ typename State::UpdaterImpl::State start_state(const State& state, int head, Par
 
 /// @brief Reserves accumulated scores for a full tail, because append() must not allocate.
 template <class State>
-void reserve_scores(State& state, int slot) {
-  for (HeadScores& accumulated : state.sequence(slot).accumulated)
+void reserve_scores(const State& state, typename State::Sequence& sequence) {
+  for (HeadScores& accumulated : sequence.accumulated)
     accumulated.recent.reserve(static_cast<std::size_t>(state.config.tail_capacity));
 }
 
-/// @brief Turns an unused slot into an empty sequence under the calibrated epoch.
+/// @brief An empty sequence under the calibrated epoch, for open_slot().
 template <class State>
-void open_slot(State& state, int slot) {
+typename State::Sequence new_sequence(const State& state) {
   const std::size_t heads = static_cast<std::size_t>(state.num_kv_heads());
-  auto& sequence = state.sequence(slot);
-  sequence = {};
+  typename State::Sequence sequence;
   sequence.used = true;
   sequence.adaptation.resize(heads);
   sequence.runs.resize(heads);
   if (State::accumulates_scores) sequence.accumulated.resize(heads);
   if (state.config.keep_residuals) sequence.residuals.resize(heads);
-  reserve_scores(state, slot);
+  reserve_scores(state, sequence);
   for (std::size_t head = 0; head < heads && State::TokenImpl::compresses; ++head) {
     sequence.adaptation[head].key_state = start_state(state, static_cast<int>(head), Part::key);
     sequence.adaptation[head].value_state = start_state(state, static_cast<int>(head), Part::value);
   }
   sequence.chunk = PromptChunk(state.num_kv_heads(), state.config.shape.num_qo_heads,
                                state.head_dim(), state.scoring_window());
+  return sequence;
+}
+
+/// @brief Turns an unused slot into the sequence of new_sequence().
+template <class State>
+void open_slot(State& state, int slot, typename State::Sequence&& fresh) noexcept {
+  state.sequence(slot) = std::move(fresh);
   if (State::TokenImpl::compresses) state.epochs.share(0);
 }
 
-/// @brief Makes the empty slot `target` a copy of `source`. Pages are shared until one of the two
-/// writes.
+/// @brief A copy of a sequence, for fork_slot().
 template <class State>
-void fork_slot(State& state, int source, int target) {
+typename State::Sequence copy_sequence(const State& state, int source) {
+  typename State::Sequence copy = state.sequence(source);
+  reserve_scores(state, copy);
+  return copy;
+}
+
+/// @brief Makes the unused slot `target` a copy of `source`. Pages are shared until one of the two
+/// writes. @param copy  of copy_sequence()
+template <class State>
+void fork_slot(State& state, int source, int target, typename State::Sequence&& copy) noexcept {
   state.table.lengths(target) = state.table.lengths(source);
   for (int head = 0; head < state.num_kv_heads(); ++head) {
     state.full.share(source, target, head);
@@ -94,8 +109,7 @@ void fork_slot(State& state, int source, int target) {
   for (int list = 0; State::TokenImpl::compresses && list < state.num_lists(); ++list)
     state.compressed.share(source, target, list);
   for (const Segment& segment : state.used_segments(target, 0)) state.epochs.share(segment.epoch);
-  state.sequence(target) = state.sequence(source);
-  reserve_scores(state, target);
+  state.sequence(target) = std::move(copy);
   if (State::TokenImpl::compresses) state.epochs.share(state.sequence(target).epoch);
   state.tail.copy(source, target);
 }
@@ -103,7 +117,7 @@ void fork_slot(State& state, int source, int target) {
 /// @brief Drops the positions from `length` on, where `length` is before the tail. Rows are
 /// dropped; epochs and updater state stay.
 template <class State>
-void truncate_stored(State& state, int slot, std::int64_t length) {
+void truncate_stored(State& state, int slot, std::int64_t length) noexcept {
   SequenceLengths& lengths = state.table.lengths(slot);
   for (int head = 0; head < state.num_kv_heads(); ++head) {
     RowRuns& runs = state.runs(slot, head);

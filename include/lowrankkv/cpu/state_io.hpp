@@ -406,8 +406,7 @@ std::int64_t pages_of(const State& state, const SavedSequence<State>& saved) {
   return pages;
 }
 
-/// @brief Stores a saved sequence in an empty, open slot. Cannot fail: the caller has checked
-/// pages_of().
+/// @brief Stores a saved sequence in an empty, open slot, within an Operation of pages_of() pages.
 template <class State>
 void store_sequence(State& state, int slot, SavedSequence<State>&& saved) {
   auto& sequence = state.sequence(slot);
@@ -429,7 +428,7 @@ void store_sequence(State& state, int slot, SavedSequence<State>&& saved) {
     state.full.copy_in(slot, head, mine.full_rows.data());
     if (State::accumulates_scores) {
       state.accumulated(slot, head) = std::move(mine.accumulated);
-      reserve_scores(state, slot);
+      reserve_scores(state, sequence);
     }
     if (state.config.keep_residuals) state.residuals(slot, head) = std::move(mine.residuals);
     if constexpr (State::UpdaterImpl::adapts && State::TokenImpl::compresses) {

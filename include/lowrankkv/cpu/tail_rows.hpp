@@ -63,6 +63,15 @@ class TailRows {
       }
     }
   }
+  /// @brief A copy of all rows of one slot.
+  std::vector<std::byte> save(int slot) const {
+    const std::byte* first = at(slot, 0, Part::key, 0);
+    return {first, first + slot_bytes()};
+  }
+  /// @brief Writes the rows that save() has returned.
+  void restore(int slot, const std::vector<std::byte>& saved) noexcept {
+    std::memcpy(at(slot, 0, Part::key, 0), saved.data(), saved.size());
+  }
   /// @brief Copies all rows of one slot to another.
   void copy(int source, int target) {
     std::memcpy(at(target, 0, Part::key, 0), at(source, 0, Part::key, 0), slot_bytes());

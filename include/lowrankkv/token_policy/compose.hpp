@@ -41,4 +41,16 @@ void for_each_member(const Compose<Members...>& policy, Function&& function) {
   std::apply([&](const Members&... member) { (function(member), ...); }, policy.members);
 }
 
+namespace detail {
+
+template <class P, class B>
+struct DiagnoseTokenPolicy;
+/// One static_assert for each member function that a policy of a Compose lacks.
+template <class... Members, class B>
+struct DiagnoseTokenPolicy<Compose<Members...>, B> {
+  static_assert((sizeof(DiagnoseTokenPolicy<Members, B>) + ... + 1) > 0,
+                "every member is diagnosed");
+};
+
+}  // namespace detail
 LOWRANKKV_NAMESPACE_END

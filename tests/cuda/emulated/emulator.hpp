@@ -24,6 +24,8 @@
 #include <utility>
 #include <vector>
 
+#define LOWRANKKV_TESTS_EMULATED 1
+
 namespace emulated {
 
 struct Index {
@@ -156,8 +158,14 @@ inline Graph*& captured() {
   static Graph* graph = nullptr;
   return graph;
 }
+/// Whether the emulation itself is at work: what it allocates is not the library's.
+inline int at_work = 0;
 template <class Work>
 void enqueue(Work&& work) {
+  struct AtWork {
+    AtWork() { ++at_work; }
+    ~AtWork() { --at_work; }
+  } guard;
   if (captured() != nullptr)
     captured()->push_back(work);
   else

@@ -97,11 +97,13 @@ struct Calls {
   // Sequences.
 
   static void create(Layer& layer, SequenceId seq, NoStream) {
-    open_slot(layer, layer.sequences.add(seq));
+    auto fresh = new_sequence(layer);
+    open_slot(layer, layer.sequences.add(seq), std::move(fresh));
   }
   static void fork(Layer& layer, SequenceId source, SequenceId target, NoStream) {
     const int from = idle_slot(layer, source);
-    fork_slot(layer, from, layer.sequences.add_copy(from, target));
+    auto copy = copy_sequence(layer, from);
+    fork_slot(layer, from, layer.sequences.add_copy(from, target), std::move(copy));
   }
   static void erase(Layer& layer, SequenceId seq, NoStream) {
     clear_slot(layer, layer.sequences.find(seq));
@@ -120,23 +122,28 @@ struct Calls {
                       const ValueView& value, const OutputView& out, const LseView& lse,
                       Prompt prompt, NoStream) {
     const int slot = layer.sequences.find(seq);
-    check_prompt(layer, slot, key, value);
+    const std::int64_t pages = check_prompt(layer, slot, key, value);
     check_query(layer, query, key.num_tokens);
     ::lowrankkv::detail::check_rows("out", out, key.num_tokens, layer.config.shape.num_qo_heads,
                                     layer.head_dim());
     check_lse(layer, lse, key.num_tokens);
+    Operation operation(layer, pages);
+    operation.will_change(slot);
     for_each_piece(layer, slot, key, value, prompt,
                    [&](std::int64_t first, std::int64_t count, std::int64_t own_row) {
                      layer.sequence(slot).chunk.add_queries(query.tokens(first, count));
                      attend_piece(layer, slot, query.tokens(first, count), out.tokens(first, count),
                                   lse.tokens(first, count), own_row);
                    });
+    operation.commit();
   }
   static void ingest(Layer& layer, SequenceId seq, const KeyView& key, const ValueView& value,
                      const QueryView& q_window, Prompt prompt, NoStream) {
     const int slot = layer.sequences.find(seq);
-    check_prompt(layer, slot, key, value);
+    const std::int64_t pages = check_prompt(layer, slot, key, value);
     check_query_window(layer, slot, q_window, key.num_tokens);
+    Operation operation(layer, pages);
+    operation.will_change(slot);
     const std::int64_t offset = key.num_tokens - q_window.num_tokens;
     for_each_piece(layer, slot, key, value, prompt,
                    [&](std::int64_t first, std::int64_t count, std::int64_t own_row) {
@@ -154,15 +161,18 @@ struct Calls {
                                     {out.data(), count, heads, dim}, {}, own_row);
                      }
                    });
+    operation.commit();
   }
   static void finish_prompt(Layer& layer, SequenceId seq, NoStream) {
     const int slot = layer.sequences.find(seq);
     PageDemand demand;
     demand_rows(layer, slot, 0, Phase::prefill, demand);
     // Other sequences may have taken pages since the last call.
-    layer.pool->allocator().require(demand.total());
+    Operation operation(layer, demand.total());
+    operation.will_change(slot);
     if (!layer.sequence(slot).chunk.empty()) commit_chunk(layer, slot);
     layer.sequence(slot).prompt_open = false;
+    operation.commit();
   }
 
   // Decode steps.
@@ -170,14 +180,25 @@ struct Calls {
   static void append(Layer& layer, std::span<const SequenceId> seqs, const KeyView& key,
                      const ValueView& value, NoStream) {
     const int m = check_append(layer, seqs, key, value, layer.config.tail_capacity);
+    for (const SequenceId seq : seqs) layer.reserve_recent(layer.sequences.find(seq), m);
     for (std::size_t i = 0; i < seqs.size(); ++i) {
       layer.append_tail(layer.sequences.find(seqs[i]), key, value, static_cast<std::int64_t>(i) * m,
                         m);
     }
   }
-  static void maintain(Layer& layer, std::span<const SequenceId> seqs, NoStream) {
-    layer.pool->allocator().require(pages_to_maintain(layer, seqs));
-    for (const SequenceId seq : seqs) flush(layer, layer.sequences.find(seq));
+  static void maintain(Layer& layer, std::span<const SequenceId> seqs, NoStream stream) {
+    try_maintain(layer, seqs, stream).commit();
+  }
+  static Operation<Layer> try_maintain(Layer& layer, std::span<const SequenceId> seqs,
+                                       NoStream = {}) {
+    Operation operation(layer, pages_to_maintain(layer, seqs));
+    for (const SequenceId seq : seqs) {
+      const int slot = layer.sequences.find(seq);
+      if (!flush_due(layer, slot)) continue;
+      operation.will_change(slot);
+      flush(layer, slot);
+    }
+    return operation;
   }
   static std::int64_t pages_to_maintain(const Layer& layer, std::span<const SequenceId> seqs) {
     PageDemand demand;
@@ -194,16 +215,28 @@ struct Calls {
     for (const SequenceId seq : seqs)
       demand_rows(layer, layer.sequences.find(seq), m, Phase::decode, demand);
     layer.pool->allocator().require(demand.total());
+    const auto flushes = [&](int slot) { return flush_due(layer, slot, m); };
+    // First the sequences that are flushed, because that can fail.
+    std::int64_t pages = 0;
+    for (const SequenceId seq : seqs) {
+      const int slot = layer.sequences.find(seq);
+      if (flushes(slot)) pages = demand.total();
+      layer.reserve_recent(slot, (std::min)(m, layer.config.tail_capacity));
+    }
+    std::vector<bool> done(seqs.size());
+    Operation operation(layer, pages);
     for (std::size_t i = 0; i < seqs.size(); ++i) {
       const int slot = layer.sequences.find(seqs[i]);
-      for (int done = 0; done < m;) {
-        flush(layer, slot);
-        const int room = layer.config.tail_capacity - layer.table.lengths(slot).tail_length;
-        const int count = (std::min)(room, m - done);
-        layer.append_tail(slot, key, value, static_cast<std::int64_t>(i) * m + done, count);
-        done += count;
-      }
-      flush(layer, slot);
+      if (!flushes(slot)) continue;
+      operation.will_change(slot);
+      append_and_flush(layer, slot, key, value, static_cast<std::int64_t>(i) * m, m);
+      done[i] = true;
+    }
+    operation.commit();
+    for (std::size_t i = 0; i < seqs.size(); ++i) {
+      if (done[i]) continue;
+      layer.append_tail(layer.sequences.find(seqs[i]), key, value, static_cast<std::int64_t>(i) * m,
+                        m);
     }
   }
 
@@ -264,6 +297,12 @@ struct Calls {
   static std::int64_t rollback_limit(const Layer& layer, SequenceId seq) {
     return layer.first_tail_position(idle_slot(layer, seq));
   }
+  /// What a call on some layer computes before it changes positions. commit() cannot fail.
+  struct Moved {
+    PositionShifts& shifts;
+    PositionShifts moved;
+    void commit() noexcept { shifts = std::move(moved); }
+  };
   static void check_truncate(const Layer& layer, SequenceId seq, std::int64_t length) {
     const std::int64_t tokens = layer.table.lengths(idle_slot(layer, seq)).num_tokens;
     if (length >= 0 && length <= tokens) return;
@@ -273,6 +312,7 @@ struct Calls {
   static TruncateResult truncate(Layer& layer, SequenceId seq, std::int64_t length, NoStream) {
     check_truncate(layer, seq, length);
     const int slot = layer.sequences.find(seq);
+    // Nothing below allocates.
     SequenceLengths& now = layer.table.lengths(slot);
     const std::int64_t first_tail = layer.first_tail_position(slot);
     if (length < now.num_tokens) layer.sequence(slot).shifts.truncate(length);
@@ -297,9 +337,16 @@ struct Calls {
     return demand.total();
   }
   static void remove(Layer& layer, SequenceId seq, std::int64_t first, std::int64_t count,
-                     NoStream) {
-    layer.pool->allocator().require(pages_to_remove(layer, seq, first, count));
-    remove_tokens(layer, layer.sequences.find(seq), first, count);
+                     NoStream stream) {
+    try_remove(layer, seq, first, count, stream).commit();
+  }
+  static Operation<Layer> try_remove(Layer& layer, SequenceId seq, std::int64_t first,
+                                     std::int64_t count, NoStream = {}) {
+    Operation operation(layer, pages_to_remove(layer, seq, first, count));
+    const int slot = layer.sequences.find(seq);
+    operation.will_change(slot);
+    remove_tokens(layer, slot, first, count);
+    return operation;
   }
   static const PositionShifts& position_shifts(const Layer& layer, SequenceId seq) {
     return layer.sequence(layer.sequences.find(seq)).shifts;
@@ -312,9 +359,16 @@ struct Calls {
                                      PositionShifts::kLimit);
   }
   static void shift_positions(Layer& layer, SequenceId seq, std::int64_t first, std::int64_t delta,
-                              NoStream) {
+                              NoStream stream) {
+    try_shift(layer, seq, first, delta, stream).commit();
+  }
+  static Moved try_shift(Layer& layer, SequenceId seq, std::int64_t first, std::int64_t delta,
+                         NoStream = {}) {
     check_shift(layer, seq, first, delta);
-    layer.sequence(layer.sequences.find(seq)).shifts.add(first, delta);
+    PositionShifts& shifts = layer.sequence(layer.sequences.find(seq)).shifts;
+    Moved result{shifts, shifts};
+    result.moved.add(first, delta);
+    return result;
   }
   static void check_division(const Layer& layer, SequenceId seq, std::int64_t first,
                              std::int64_t count, std::int64_t divisor) {
@@ -324,9 +378,16 @@ struct Calls {
                                         divisor);
   }
   static void divide_positions(Layer& layer, SequenceId seq, std::int64_t first, std::int64_t count,
-                               std::int64_t divisor, NoStream) {
+                               std::int64_t divisor, NoStream stream) {
+    try_divide(layer, seq, first, count, divisor, stream).commit();
+  }
+  static Moved try_divide(Layer& layer, SequenceId seq, std::int64_t first, std::int64_t count,
+                          std::int64_t divisor, NoStream = {}) {
     check_division(layer, seq, first, count, divisor);
-    layer.sequence(layer.sequences.find(seq)).shifts.divide(first, count, divisor);
+    PositionShifts& shifts = layer.sequence(layer.sequences.find(seq)).shifts;
+    Moved result{shifts, shifts};
+    result.moved.divide(first, count, divisor);
+    return result;
   }
 
   // What is stored.
@@ -341,10 +402,14 @@ struct Calls {
   static void load(Layer& layer, SequenceId seq, std::span<const std::byte> saved, NoStream) {
     ByteReader in = open_saved(layer, saved);
     auto sequence = read_sequence(layer, in);
-    layer.pool->allocator().require(pages_of(layer, sequence));
-    const int slot = layer.sequences.add(seq);
-    open_slot(layer, slot);
-    store_sequence(layer, slot, std::move(sequence));
+    auto fresh = new_sequence(layer);
+    Operation operation(layer, pages_of(layer, sequence));
+    ::lowrankkv::detail::AddedSequence added(layer.sequences, seq);
+    operation.will_change(added.slot());
+    open_slot(layer, added.slot(), std::move(fresh));
+    store_sequence(layer, added.slot(), std::move(sequence));
+    operation.commit();
+    added.keep();
   }
   static void reconstruct(const Layer& layer, SequenceId seq, std::int64_t first,
                           const KeyTargetView& key, const ValueTargetView& value, NoStream) {
@@ -409,6 +474,18 @@ struct Calls {
   static CacheStatistics statistics(const Layer& layer) { return layer.statistics; }
 
  private:
+  /// Appends m rows of both views, from row `first` on, and flushes as often as needed.
+  static void append_and_flush(Layer& layer, int slot, const KeyView& key, const ValueView& value,
+                               std::int64_t first, int m) {
+    for (int done = 0; done < m;) {
+      flush(layer, slot);
+      const int room = layer.config.tail_capacity - layer.table.lengths(slot).tail_length;
+      const int count = (std::min)(room, m - done);
+      layer.append_tail(slot, key, value, first + done, count);
+      done += count;
+    }
+    flush(layer, slot);
+  }
   static int slot_at(const Layer& layer, std::span<const SequenceId> seqs, std::int64_t i) {
     return layer.sequences.find(seqs[static_cast<std::size_t>(i)]);
   }

@@ -12,10 +12,10 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief Whether the tail is longer than recent + flush_interval rows.
+/// @brief Whether the tail is longer than recent + flush_interval rows, after `added` more rows.
 template <class Layer>
-bool flush_due(const Layer& layer, int slot) {
-  return layer.table.lengths(slot).tail_length >
+bool flush_due(const Layer& layer, int slot, std::int64_t added = 0) {
+  return layer.table.lengths(slot).tail_length + added >
          std::int64_t{layer.recent()} + layer.config.flush_interval;
 }
 /// @brief Compresses flush_interval rows of the tail at a time, as long as a flush is due.

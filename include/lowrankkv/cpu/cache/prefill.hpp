@@ -18,10 +18,12 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief Checks that a prompt's keys and values fit the cache, the sequence and the pool.
+/// @brief Checks that a prompt's keys and values fit the cache and the sequence.
+/// @return pages that storing them may take
 /// @throws ShapeError, CapacityError, ValueError
 template <class Layer>
-void check_prompt(const Layer& layer, int slot, const KeyView& key, const ValueView& value) {
+std::int64_t check_prompt(const Layer& layer, int slot, const KeyView& key,
+                          const ValueView& value) {
   const std::int64_t n = key.num_tokens;
   ::lowrankkv::detail::check_keys_and_values(key, value, 1, n, layer.num_kv_heads(),
                                              layer.head_dim());
@@ -35,6 +37,7 @@ void check_prompt(const Layer& layer, int slot, const KeyView& key, const ValueV
   PageDemand demand;
   demand_rows(layer, slot, n, Phase::prefill, demand);
   layer.pool->allocator().require(demand.total());
+  return demand.total();
 }
 
 /// @brief Compresses all rows of the tail and the chunk but the last `recent`.

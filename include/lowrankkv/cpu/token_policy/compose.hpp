@@ -13,13 +13,12 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 
-/// @brief Compose on the CPU. Every member must itself be a token policy.
+/// @brief Compose on the CPU, of members that are token policies themselves. Where one is not,
+/// DiagnoseTokenPolicy names what it lacks.
 template <class... Members>
-struct Impl<Compose<Members...>, Cpu> {
+requires(TokenPolicyFor<Members, Cpu>&&...) struct Impl<Compose<Members...>, Cpu> {
   using Policy = Compose<Members...>;
   static_assert(sizeof...(Members) > 0, "lowrankkv: Compose needs at least one token policy");
-  static_assert((TokenPolicyFor<Members, Cpu> && ...),
-                "lowrankkv: every member of Compose must be a token policy with an Impl");
   static constexpr int evictors =
       (0 + ... + (wants(Impl<Members, Cpu>::evidence, Evidence::accumulated) ? 1 : 0));
   static constexpr int scorers =

@@ -133,12 +133,23 @@ struct ScoreCalls {
                          cudaStream_t stream);
 };
 
+/// @brief Result of a call that a LayerStack makes in all layers or in none. On this backend the
+/// call has done its work already: what has been enqueued cannot be taken back. So the stack holds
+/// the pages of all layers before the first call.
+struct Enqueued {
+  void commit() noexcept {}
+};
+
 /// @brief Flushes of tails.
 template <class Layer>
 struct FlushCalls {
   using Sequences = std::span<const SequenceId>;
 
   static void maintain(Layer& layer, Sequences seqs, cudaStream_t stream);
+  static Enqueued try_maintain(Layer& layer, Sequences seqs, cudaStream_t stream = nullptr) {
+    maintain(layer, seqs, stream);
+    return {};
+  }
   static std::int64_t pages_to_maintain(const Layer& layer, Sequences seqs);
   static void append_maintained(Layer& layer, Sequences seqs, const KeyView& key,
                                 const ValueView& value, cudaStream_t stream);
@@ -153,14 +164,29 @@ struct EditCalls {
   static void check_truncate(const Layer& layer, SequenceId seq, std::int64_t length);
   static void remove(Layer& layer, SequenceId seq, std::int64_t first, std::int64_t count,
                      cudaStream_t stream);
+  static Enqueued try_remove(Layer& layer, SequenceId seq, std::int64_t first, std::int64_t count,
+                             cudaStream_t stream = nullptr) {
+    remove(layer, seq, first, count, stream);
+    return {};
+  }
   static std::int64_t pages_to_remove(const Layer& layer, SequenceId seq, std::int64_t first,
                                       std::int64_t count);
   static void shift_positions(Layer& layer, SequenceId seq, std::int64_t first, std::int64_t delta,
                               cudaStream_t stream);
+  static Enqueued try_shift(Layer& layer, SequenceId seq, std::int64_t first, std::int64_t delta,
+                            cudaStream_t stream = nullptr) {
+    shift_positions(layer, seq, first, delta, stream);
+    return {};
+  }
   static void check_shift(const Layer& layer, SequenceId seq, std::int64_t first,
                           std::int64_t delta);
   static void divide_positions(Layer& layer, SequenceId seq, std::int64_t first, std::int64_t count,
                                std::int64_t divisor, cudaStream_t stream);
+  static Enqueued try_divide(Layer& layer, SequenceId seq, std::int64_t first, std::int64_t count,
+                             std::int64_t divisor, cudaStream_t stream = nullptr) {
+    divide_positions(layer, seq, first, count, divisor, stream);
+    return {};
+  }
   static void check_division(const Layer& layer, SequenceId seq, std::int64_t first,
                              std::int64_t count, std::int64_t divisor);
   static const PositionShifts& position_shifts(const Layer& layer, SequenceId seq);

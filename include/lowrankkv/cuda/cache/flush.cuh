@@ -19,7 +19,14 @@ namespace cuda {
 template <class Layer>
 void FlushCalls<Layer>::maintain(Layer& layer, Sequences seqs, cudaStream_t stream) {
   refuse_capture("maintain", stream);
-  flush(layer, idle_slots(layer, seqs), stream);
+  std::vector<int> slots = idle_slots(layer, seqs);
+  const HeldPages held(layer.state.pool().allocator(), pages_to_flush(layer, slots, 0));
+  erase_short_tails(layer, slots);
+  if (slots.empty()) return;
+  flush_scratch(layer, slots.size(), most_scored(layer, slots));
+  ::lowrankkv::detail::ChangedSequences changed(layer.sequences, seqs);
+  flush(layer, std::move(slots), stream);
+  changed.done();
 }
 template <class Layer>
 std::int64_t FlushCalls<Layer>::pages_to_maintain(const Layer& layer, Sequences seqs) {
@@ -31,7 +38,10 @@ void FlushCalls<Layer>::append_maintained(Layer& layer, Sequences seqs, const Ke
   refuse_capture("append_maintained", stream);
   const int m = check_tokens(layer, seqs, key, value);
   check_advance(layer, seqs, m, std::int64_t{1} << 40);
-  layer.state.pool().allocator().require(pages_to_flush(layer, idle_slots(layer, seqs), m));
+  const std::vector<int> slots = idle_slots(layer, seqs);
+  const HeldPages held(layer.state.pool().allocator(), pages_to_flush(layer, slots, m));
+  flush_scratch(layer, slots.size(), most_scored(layer, slots));
+  ::lowrankkv::detail::ChangedSequences changed(layer.sequences, seqs);
   maintain(layer, seqs, stream);
   const auto room = [&](SequenceId seq) {
     return layer.config.tail_capacity - layer.state.sequence(layer.sequences.find(seq)).tail_length;
@@ -52,6 +62,7 @@ void FlushCalls<Layer>::append_maintained(Layer& layer, Sequences seqs, const Ke
     }
   }
   maintain(layer, seqs, stream);
+  changed.done();
 }
 
 }  // namespace cuda

@@ -106,19 +106,23 @@ std::uint32_t LayerCalls<Layer>::faults(const Layer& layer) {
 template <class Layer>
 void LayerCalls<Layer>::create(Layer& layer, SequenceId seq, cudaStream_t stream) {
   refuse_capture("create", stream);
-  layer.state.clear(layer.sequences.add(seq), stream);
+  AddedSlot<Layer> added(layer, seq);
+  layer.state.clear(added.slot(), stream);
+  added.keep();
 }
 template <class Layer>
 void LayerCalls<Layer>::fork(Layer& layer, SequenceId source, SequenceId target,
                              cudaStream_t stream) {
   refuse_capture("fork", stream);
   const int from = idle_slot(layer, source);
-  fork_sequence(layer.state, from, layer.sequences.add_copy(from, target), stream);
+  AddedSlot<Layer> added(layer, from, target);
+  fork_sequence(layer.state, from, added.slot(), stream);
+  added.keep();
 }
 template <class Layer>
 void LayerCalls<Layer>::erase(Layer& layer, SequenceId seq, cudaStream_t stream) {
   refuse_capture("erase", stream);
-  const int slot = layer.sequences.find(seq);
+  const int slot = layer.sequences.find_any(seq);
   layer.prompts.end(slot);
   layer.state.clear(slot, stream);
   layer.sequences.remove(seq);
@@ -133,7 +137,7 @@ int LayerCalls<Layer>::tail_length(const Layer& layer, SequenceId seq) {
 }
 template <class Layer>
 MemoryUsage LayerCalls<Layer>::memory(const Layer& layer, SequenceId seq) {
-  const int slot = layer.sequences.find(seq);
+  const int slot = layer.sequences.find_any(seq);
   return sequence_memory(layer.state, slot, Layer::listed(), layer.prompts.of(slot).bytes());
 }
 template <class Layer>

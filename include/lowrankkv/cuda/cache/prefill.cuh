@@ -300,10 +300,14 @@ void take_part(Layer& layer, int slot, const PromptTokens& tokens, bool ends, cu
 
 }  // namespace detail
 
-/// @brief Checks that the pool has the pages for `rows` more prompt rows, staged ones included.
-/// Returns the most rows that lists will have. @throws CapacityError
+/// @brief What more prompt rows, staged ones included, need.
+struct PromptDemand {
+  std::int64_t pages = 0;
+  HeadRows after;  ///< the most rows that lists will have
+};
+/// @brief What `rows` more prompt rows need.
 template <class Layer>
-HeadRows check_prompt_pages(const Layer& layer, int slot, std::int64_t rows) {
+PromptDemand prompt_demand(const Layer& layer, int slot, std::int64_t rows) {
   PageDemand demand;
   const HostSequence& sequence = layer.state.sequence(slot);
   std::int64_t tail = sequence.tail_length, left = rows, flushed = 0;  // flushed: of a chunk
@@ -319,10 +323,10 @@ HeadRows check_prompt_pages(const Layer& layer, int slot, std::int64_t rows) {
     flushed -= together;
     return together;
   });
-  layer.state.pool().allocator().require(demand.total());
   const HeadRows& now = sequence.rows;
-  return {(std::max)(now.num_full, after.rows.num_full),
-          (std::max)(now.num_compressed, after.rows.num_compressed)};
+  return {demand.total(),
+          {(std::max)(now.num_full, after.rows.num_full),
+           (std::max)(now.num_compressed, after.rows.num_compressed)}};
 }
 
 /// @brief Stores the staged rows of a prompt as its last chunk, and ends the prompt.
@@ -339,11 +343,14 @@ void end_prompt(Layer& layer, int slot, cudaStream_t stream) {
 /// staged if the prompt continues, else stored. Raises before anything changes if the pool lacks
 /// the pages for all rows so far, or if working memory cannot be allocated.
 template <class Layer>
-void take_prompt(Layer& layer, int slot, const PromptTokens& tokens, Prompt prompt,
+void take_prompt(Layer& layer, SequenceId seq, const PromptTokens& tokens, Prompt prompt,
                  cudaStream_t stream) {
+  const int slot = layer.sequences.find(seq);
   const std::int64_t all = tokens.count();
-  const HeadRows after = check_prompt_pages(layer, slot, layer.prompts.of(slot).rows() + all);
-  detail::reserve_prompt(layer, slot, tokens, prompt, after, stream);
+  const PromptDemand demand = prompt_demand(layer, slot, layer.prompts.of(slot).rows() + all);
+  const HeldPages held(layer.state.pool().allocator(), demand.pages);
+  detail::reserve_prompt(layer, slot, tokens, prompt, demand.after, stream);
+  ::lowrankkv::detail::ChangedSequences changed(layer.sequences, {&seq, 1});
   for (std::int64_t done = 0; done < all;) {
     const std::int64_t before = layer.prompts.of(slot).rows();
     const std::int64_t count = (std::min)(all - done, layer.chunk_limit() - before);
@@ -362,6 +369,7 @@ void take_prompt(Layer& layer, int slot, const PromptTokens& tokens, Prompt prom
   } else {
     end_prompt(layer, slot, stream);
   }
+  changed.done();
 }
 
 template <class Layer>
@@ -373,7 +381,7 @@ void PromptCalls<Layer>::prefill(Layer& layer, SequenceId seq, const QueryView& 
   check_queries(layer, query, out, lse, key.num_tokens);
   const DeviceOutput target{out.data, out.token_stride, out.head_stride, lse.data,
                             lse.token_stride};
-  take_prompt(layer, slot, {key, value, query, target, true}, prompt, stream);
+  take_prompt(layer, seq, {key, value, query, target, true}, prompt, stream);
 }
 template <class Layer>
 void PromptCalls<Layer>::ingest(Layer& layer, SequenceId seq, const KeyView& key,
@@ -383,14 +391,17 @@ void PromptCalls<Layer>::ingest(Layer& layer, SequenceId seq, const KeyView& key
   const int slot = check_prompt(layer, seq, key, value);
   check_query_window(layer, slot, q_window, key.num_tokens);
   constexpr bool attends = Layer::Rows::accumulates_scores;  // needs normalised weights
-  take_prompt(layer, slot, {key, value, q_window, {}, attends}, prompt, stream);
+  take_prompt(layer, seq, {key, value, q_window, {}, attends}, prompt, stream);
 }
 template <class Layer>
 void PromptCalls<Layer>::finish_prompt(Layer& layer, SequenceId seq, cudaStream_t stream) {
   refuse_capture("finish_prompt", stream);
   const int slot = layer.sequences.find(seq);
-  check_prompt_pages(layer, slot, layer.prompts.of(slot).rows());
+  const PromptDemand demand = prompt_demand(layer, slot, layer.prompts.of(slot).rows());
+  const HeldPages held(layer.state.pool().allocator(), demand.pages);
+  ::lowrankkv::detail::ChangedSequences changed(layer.sequences, {&seq, 1});
   end_prompt(layer, slot, stream);
+  changed.done();
 }
 
 }  // namespace cuda

@@ -57,7 +57,10 @@ void SaveCalls<Layer>::load(Layer& layer, SequenceId seq, std::span<const std::b
   check_saved_rows(layer, sequence.rows, sequence.counts.num_tokens - sequence.counts.tail_length);
   // What may fail comes before the sequence exists.
   layer.state.pool().scratch(sequence.block.size());
-  load_sequence(layer.state, layer.sequences.add(seq), sequence, stream);
+  const HeldPages held(layer.state.pool().allocator(), layer.state.pages_of(sequence));
+  AddedSlot<Layer> added(layer, seq);
+  load_sequence(layer.state, added.slot(), sequence, stream);
+  added.keep();
 }
 
 }  // namespace cuda

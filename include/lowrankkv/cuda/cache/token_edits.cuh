@@ -108,7 +108,16 @@ TruncateResult EditCalls<Layer>::truncate(Layer& layer, SequenceId seq, std::int
                                           cudaStream_t stream) {
   refuse_capture("truncate", stream);
   std::vector<HeadRows> kept = kept_below(layer, seq, length, stream);
-  return truncate_sequence(layer.state, layer.sequences.find(seq), length, std::move(kept), stream);
+  const int slot = layer.sequences.find(seq);
+  PageDemand demand;
+  demand_truncation(layer.state, slot, length, demand);
+  const HeldPages held(layer.state.pool().allocator(), demand.total());
+  reserve_moves(layer.state, slot);
+  ::lowrankkv::detail::ChangedSequences changed(layer.sequences, {&seq, 1});
+  const TruncateResult result =
+      truncate_sequence(layer.state, slot, length, std::move(kept), stream);
+  changed.done();
+  return result;
 }
 template <class Layer>
 void EditCalls<Layer>::check_truncate(const Layer& layer, SequenceId seq, std::int64_t length) {
@@ -122,8 +131,11 @@ void EditCalls<Layer>::remove(Layer& layer, SequenceId seq, std::int64_t first, 
   const int slot = layer.sequences.find(seq);
   PageDemand demand;
   demand_removal(layer.state, slot, rows, demand);
-  layer.state.pool().allocator().require(demand.total());
+  const HeldPages held(layer.state.pool().allocator(), demand.total());
+  reserve_moves(layer.state, slot);
+  ::lowrankkv::detail::ChangedSequences changed(layer.sequences, {&seq, 1});
   remove_tokens(layer.state, slot, first, count, rows, stream);
+  changed.done();
 }
 template <class Layer>
 std::int64_t EditCalls<Layer>::pages_to_remove(const Layer& layer, SequenceId seq,

@@ -345,21 +345,29 @@ void Compression<Layer>::run(Layer& layer, std::span<const int> slots, std::int6
   }
 }
 
+/// @brief Leaves the slots whose tail is longer than Layer::kept_rows().
+template <class Layer>
+void erase_short_tails(const Layer& layer, std::vector<int>& slots) {
+  std::erase_if(
+      slots, [&](int slot) { return layer.state.sequence(slot).tail_length <= layer.kept_rows(); });
+}
+/// @brief The most rows that a scored list of these slots has.
+template <class Layer>
+std::int64_t most_scored(const Layer& layer, std::span<const int> slots) {
+  std::int64_t most = 0;
+  for (const int slot : slots)
+    most = (std::max)(most, layer.state.sequence(slot).num_rows(layer.state.tables().scored));
+  return most;
+}
+
 /// @brief Flushes every tail of these slots that is longer than Layer::kept_rows(), until none is.
-/// @throws CapacityError if the pool lacks the pages for all of it, before anything changes
+/// The caller holds the pages (pages_to_flush()).
 template <class Layer>
 void flush(Layer& layer, std::vector<int> slots, cudaStream_t stream) {
-  layer.state.pool().allocator().require(pages_to_flush(layer, slots, 0));
   for (;;) {
-    std::erase_if(slots, [&](int slot) {
-      return layer.state.sequence(slot).tail_length <= layer.kept_rows();
-    });
+    erase_short_tails(layer, slots);
     if (slots.empty()) return;
-    std::int64_t scored = 0;
-    for (const int slot : slots) {
-      scored = (std::max)(scored, layer.state.sequence(slot).num_rows(layer.state.tables().scored));
-    }
-    const CompressScratch scratch = flush_scratch(layer, slots.size(), scored);
+    const CompressScratch scratch = flush_scratch(layer, slots.size(), most_scored(layer, slots));
     Compression<Layer>::run(layer, slots, layer.config.flush_interval, {}, scratch, Phase::decode,
                             {}, stream);
   }

@@ -81,5 +81,25 @@ struct Layer : LayerRules<Set, Basis, Updater, TokenPolicy, Quantizer, EpochPoli
   CacheStatistics statistics;
 };
 
+/// @brief A sequence that a call adds. Unless keep() is called, the destructor removes it again.
+template <class Layer>
+class AddedSlot : public ::lowrankkv::detail::AddedSequence {
+ public:
+  AddedSlot(Layer& layer, SequenceId seq) : AddedSequence(layer.sequences, seq), layer_(&layer) {}
+  /// A copy of the sequence in slot `source`.
+  AddedSlot(Layer& layer, int source, SequenceId seq)
+      : AddedSequence(layer.sequences, source, seq), layer_(&layer) {}
+  ~AddedSlot() {
+    if (layer_ != nullptr) layer_->state.drop(slot());
+  }
+  void keep() {
+    AddedSequence::keep();
+    layer_ = nullptr;
+  }
+
+ private:
+  Layer* layer_;
+};
+
 }  // namespace cuda
 LOWRANKKV_NAMESPACE_END

@@ -302,8 +302,10 @@ class LayerState {
       for (int head = 0; head < num_lists(static_cast<RowList>(list)); ++head) {
         const std::int64_t rows = after.num_rows(static_cast<RowList>(list), head);
         std::vector<std::int32_t>& pages = now.pages[list][static_cast<std::size_t>(head)];
-        while (static_cast<std::int64_t>(pages.size()) <
-               pages_for(static_cast<RowList>(list), head, rows)) {
+        const std::int64_t needed = pages_for(static_cast<RowList>(list), head, rows);
+        if (needed > static_cast<std::int64_t>(pages.capacity()))
+          pages.reserve((std::max)(static_cast<std::size_t>(needed), 2 * pages.size()));
+        while (static_cast<std::int64_t>(pages.size()) < needed) {
           const std::int32_t page = pool_->allocator().take();
           edit(list,
                (slot * tables_.num_lists + head) * tables_.max_pages[list] +
@@ -363,6 +365,24 @@ class LayerState {
     }
   }
 
+  /// @brief Forgets a sequence that was not completed, and frees its pages. Enqueues nothing, and
+  /// cannot fail: whoever uses the slot next writes what the device knows of it.
+  void drop(int slot) noexcept {
+    HostSequence& now = sequence(slot);
+    for (auto& list : now.pages) {
+      for (auto& pages : list) {
+        for (const std::int32_t page : pages) pool_->allocator().release(page);
+        pages.clear();
+      }
+    }
+    static_cast<SequenceRows&>(now) = {};
+    now.joint_heads = tables_.joint_heads;
+    now.num_tokens = 0;
+    now.tail_length = 0;
+    now.epochs = {};
+    now.shifts = {};
+    epochs_.free_unused(slot, now.epochs);
+  }
   /// @brief Empties a sequence and frees its pages.
   void clear(int slot, cudaStream_t stream) {
     HostSequence& now = sequence(slot);

@@ -16,8 +16,9 @@ namespace cuda {
 /// the sequence's own epochs are copied.
 template <class = void>
 void fork_sequence(LayerState& layer, int source, int target, cudaStream_t stream) {
+  HostSequence copy_of_host = layer.sequence(source);
   HostSequence& to = layer.sequence(target);
-  to = layer.sequence(source);
+  to = std::move(copy_of_host);
   for (const auto& list : to.pages) {
     for (const auto& pages : list) {
       for (const std::int32_t page : pages) layer.pool().allocator().share(page);

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "lowrankkv/core/error.hpp"
+#include "lowrankkv/core/scalar.hpp"
 #include "lowrankkv/cuda/runtime/forms.cuh"
 #include "lowrankkv/cuda/tiles/tile_layout.cuh"
 

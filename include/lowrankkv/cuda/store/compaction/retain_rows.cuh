@@ -110,6 +110,12 @@ inline ListMoves row_moves(LayerState& layer) {
   return moves;
 }
 
+/// @brief Allocates the memory of retain_rows() for a sequence with scored rows, so that it does
+/// not.
+inline void reserve_moves(LayerState& layer, int slot) {
+  if (layer.tables().scored_rows(layer.sequence(slot).rows) > 0) row_moves(layer);
+}
+
 /// @brief Enqueues the removal of rows from a sequence's scored lists. The pages of the lists must
 /// be the sequence's own (own_scored_pages()). The host's row counts stay as they were; the
 /// device's change only where both lists are scored.
