@@ -63,8 +63,8 @@ struct LayerOf<false, PoliciesAndEpochs...> {
 /// @brief Backend tag: everything is in host memory, and calls return when the work is done.
 struct Cpu {
   using Pool = cpu::PagePool;
-  using Executor = cpu::ThreadPool;
-  using Shared = std::shared_ptr<cpu::ThreadPool>;  ///< what the layers of a model share
+  using Executor = cpu::Executor;
+  using Shared = std::shared_ptr<cpu::Executor>;  ///< what the layers of a model share
   using Stream = cpu::NoStream;
   template <class Layer>
   using Calls = cpu::Calls<Layer>;  ///< what the calls of a cache do

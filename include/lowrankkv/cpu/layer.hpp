@@ -97,7 +97,7 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
   }
 
   Layer(const CacheConfig& settings, LayerBasis&& basis, const PolicySet& policies,
-        std::shared_ptr<PagePool>&& pages, std::shared_ptr<ThreadPool>&& workers)
+        std::shared_ptr<PagePool>&& pages, std::shared_ptr<Executor>&& workers)
       : sequences(settings), row_(static_cast<std::size_t>(settings.shape.head_dim)) {
     const LayerSizes<Quantizer> layout =
         sizes(settings, basis, policies.basis, policies.token_policy, policies.quantizer);

@@ -128,7 +128,7 @@ struct LayerState {
   /// In f32: updaters start from it, and every epoch uses its means and metrics.
   LayerBasis calibrated;
   std::shared_ptr<PagePool> pool;
-  std::shared_ptr<ThreadPool> threads;
+  std::shared_ptr<Executor> threads;
 
   DescriptorTable table;
   PagedRows<FullRows> full;

@@ -149,8 +149,9 @@ void clear_chunk(State& state, int slot) {
   PromptChunk stored = chunk.empty_like();
   std::swap(stored, chunk);
   for (auto& saved : state.backup.slots) {
-    if (saved.slot == slot && saved.chunk_rows > 0 && !saved.stored_chunk)
-      saved.stored_chunk = std::move(stored);
+    if (saved.slot != slot) continue;
+    if (saved.chunk_rows > 0 && !saved.stored_chunk) saved.stored_chunk = std::move(stored);
+    return;
   }
 }
 

@@ -1,118 +1,153 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/thread_pool.hpp  A small fork-join pool: run(n, f) calls f(task, thread) for every
-/// task, and returns when all have ended.
+/// @file cpu/thread_pool.hpp  ThreadPool: an executor on threads of its own.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
-#include <condition_variable>
+#include <chrono>
 #include <cstdint>
-#include <exception>
-#include <mutex>
 #include <thread>
-#include <type_traits>
-#include <utility>
 #include <vector>
 
-#include "lowrankkv/config.hpp"
+#include "lowrankkv/cpu/executor.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief Threads that an engine and its caches can share. The library's results never depend on
-/// the number of threads. run() is not reentrant, and only one thread at a time may call it. If
-/// tasks throw, run() rethrows one of their exceptions after all tasks have ended.
-class ThreadPool {
+/// @brief The calling thread and num_threads - 1 workers. Only one thread at a time may call run().
+///
+/// run() waits only for workers that have taken a task: one that is slow to wake, because other
+/// processes keep the cores busy, delays nothing. A worker that loses its core within a task delays
+/// all. If that happens, run() does with a worker less for a while.
+class ThreadPool final : public Executor {
+  using Clock = std::chrono::steady_clock;
+
  public:
-  explicit ThreadPool(int num_threads) {
+  explicit ThreadPool(int num_threads) : most_workers_((std::max)(0, num_threads - 1)) {
     for (int thread = 1; thread < num_threads; ++thread)
       workers_.emplace_back([this, thread] { work(thread); });
   }
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
-  ~ThreadPool() {
-    {
-      const std::lock_guard lock(mutex_);
-      stop_ = true;
-      generation_.fetch_add(1, std::memory_order_release);
-    }
-    wake_.notify_all();
+  ~ThreadPool() override {
+    stop_.store(true, std::memory_order_relaxed);
+    announce();
     for (std::thread& worker : workers_) worker.join();
   }
 
-  int num_threads() const { return static_cast<int>(workers_.size()) + 1; }
+  int num_threads() const override { return static_cast<int>(workers_.size()) + 1; }
 
-  /// @brief Calls function(task, thread) for task in [0, num_tasks), thread in [0, num_threads()).
-  /// No allocation.
-  template <class Function>
-  void run(std::int64_t num_tasks, Function&& function) {
-    if (workers_.empty() || num_tasks <= 1) {
-      for (std::int64_t task = 0; task < num_tasks; ++task) function(task, 0);
-      return;
-    }
-    context_ = &function;
-    call_ = [](void* context, std::int64_t task, int thread) {
-      (*static_cast<std::remove_reference_t<Function>*>(context))(task, thread);
-    };
+ protected:
+  void run_tasks(std::int64_t num_tasks, const Tasks& tasks) override {
+    const Clock::time_point begin = Clock::now();
+    adjust(begin);
+    tasks_ = tasks;
     num_tasks_ = num_tasks;
     next_.store(0, std::memory_order_relaxed);
-    busy_.store(static_cast<int>(workers_.size()), std::memory_order_relaxed);
-    {
-      const std::lock_guard lock(mutex_);
-      generation_.fetch_add(1, std::memory_order_release);
-    }
-    wake_.notify_all();
+    if (most_workers_.load(std::memory_order_relaxed) == 0) return drain(0);
+    joined_.store(0, std::memory_order_release);  // open: workers may join
+    announce();
     drain(0);
-    while (busy_.load(std::memory_order_acquire) != 0) std::this_thread::yield();
-#if !defined(LOWRANKKV_NO_EXCEPTIONS)
-    if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
-#endif
+    // No task is left. Nobody joins any more; those who have joined end their last task.
+    std::uint32_t joined = joined_.fetch_or(kClosed, std::memory_order_acq_rel) | kClosed;
+    if (joined == kClosed) return;
+    const Clock::time_point drained = Clock::now();
+    // Sleeping frees this core for a worker that has lost its own.
+    spin_until([&] { return (joined = joined_.load(std::memory_order_acquire)) == kClosed; });
+    while (joined != kClosed) {
+      joined_.wait(joined, std::memory_order_acquire);
+      joined = joined_.load(std::memory_order_acquire);
+    }
+    const Clock::duration waited = Clock::now() - drained;
+    if (waited > kStall && waited > drained - begin) note_stall(drained + waited);
   }
 
  private:
-  void drain(int thread) {
-    for (std::int64_t task = next_.fetch_add(1); task < num_tasks_; task = next_.fetch_add(1)) {
-#if defined(LOWRANKKV_NO_EXCEPTIONS)
-      call_(context_, task, thread);
-#else
-      try {
-        call_(context_, task, thread);
-      } catch (...) {
-        const std::lock_guard lock(mutex_);
-        failure_ = std::current_exception();
-      }
-#endif
+  /// joined_ is this bit, set while no tasks are handed out, and the number of workers that have
+  /// joined.
+  static constexpr std::uint32_t kClosed = std::uint32_t{1} << 31;
+  static constexpr std::chrono::microseconds kSpin{200};   ///< before a thread sleeps
+  static constexpr std::chrono::microseconds kStall{500};  ///< a longer wait means an interruption
+  static constexpr std::chrono::milliseconds kShortestPause{20}, kLongestPause{200};
+
+  /// Polls until done() or for kSpin.
+  template <class Done>
+  static void spin_until(Done&& done) {
+    const Clock::time_point end = Clock::now() + kSpin;
+    for (int polls = 1; !done(); ++polls) {
+      if (polls % 64 == 0 && Clock::now() > end) return;
+      relax();
     }
   }
+  static void relax() {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+
+  /// A worker was interrupted: one less from now on.
+  void note_stall(Clock::time_point now) {
+    most_workers_.fetch_sub(1, std::memory_order_relaxed);
+    pause_ = std::clamp<Clock::duration>(2 * pause_, kShortestPause, kLongestPause);
+    next_change_ = now + pause_;
+  }
+  /// One more worker, when it has gone well for long enough.
+  void adjust(Clock::time_point now) {
+    if (pause_ == Clock::duration::zero() || now < next_change_) return;
+    const bool all = most_workers_.load(std::memory_order_relaxed) == num_threads() - 1;
+    if (all)
+      pause_ = Clock::duration::zero();
+    else
+      most_workers_.fetch_add(1, std::memory_order_relaxed);
+    next_change_ = now + pause_;
+  }
+  void announce() {
+    generation_.fetch_add(1, std::memory_order_release);
+    generation_.notify_all();
+  }
+  void drain(int thread) {
+    for (std::int64_t task = next_.fetch_add(1); task < num_tasks_; task = next_.fetch_add(1))
+      tasks_(task, thread);
+  }
+  /// Whether this worker may take tasks. It then has to leave().
+  bool join() {
+    std::uint32_t joined = joined_.load(std::memory_order_relaxed);
+    while ((joined & kClosed) == 0 &&
+           static_cast<int>(joined) < most_workers_.load(std::memory_order_relaxed)) {
+      if (joined_.compare_exchange_weak(joined, joined + 1, std::memory_order_acq_rel,
+                                        std::memory_order_relaxed))
+        return true;
+    }
+    return false;
+  }
+  void leave() {
+    if (joined_.fetch_sub(1, std::memory_order_acq_rel) == kClosed + 1) joined_.notify_one();
+  }
   void work(int thread) {
-    std::uint64_t seen = 0;
+    std::uint32_t seen = 0;
     for (;;) {
-      // A decode step forks every few microseconds: spin briefly before sleeping.
-      for (int spin = 0; spin < 2000 && generation_.load(std::memory_order_acquire) == seen;
-           ++spin) {
-        if (spin > 200) std::this_thread::yield();
-      }
-      {
-        std::unique_lock lock(mutex_);
-        wake_.wait(lock, [&] { return generation_.load(std::memory_order_acquire) != seen; });
-        seen = generation_.load(std::memory_order_acquire);
-        if (stop_) return;
-      }
+      // A decode step calls run() every few microseconds.
+      spin_until([&] { return generation_.load(std::memory_order_acquire) != seen; });
+      generation_.wait(seen, std::memory_order_acquire);
+      seen = generation_.load(std::memory_order_acquire);
+      if (stop_.load(std::memory_order_relaxed)) return;
+      if (!join()) continue;
       drain(thread);
-      busy_.fetch_sub(1, std::memory_order_release);
+      leave();
     }
   }
 
-  std::vector<std::thread> workers_;
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  std::atomic<std::uint64_t> generation_{0};
+  std::atomic<int> most_workers_{0};  ///< that may join
+  Clock::duration pause_{};           ///< until the next change of most_workers_, after a stall
+  Clock::time_point next_change_{};
+  std::atomic<std::uint32_t> generation_{0}, joined_{kClosed};
   std::atomic<std::int64_t> next_{0};
-  std::atomic<int> busy_{0};
+  std::atomic<bool> stop_{false};
   std::int64_t num_tasks_ = 0;
-  void* context_ = nullptr;
-  void (*call_)(void*, std::int64_t, int) = nullptr;
-  std::exception_ptr failure_;
-  bool stop_ = false;
+  Tasks tasks_;
+  std::vector<std::thread> workers_;  // last: they use what is above
 };
 
 }  // namespace cpu

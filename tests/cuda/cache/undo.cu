@@ -9,14 +9,16 @@
 
 namespace undo {
 
+namespace gpu = support::gpu;
+
 template <>
-struct Memory<cuda::PagePool> {
-  using Array = cuda::DeviceArray<float>;
+struct Memory<gpu::PagePool> {
+  using Array = gpu::DeviceArray<float>;
   static std::vector<float> host(const Array& array) { return support::host(array); }
 };
 
 /// Device memory that an engine provides.
-struct FailingMemory : cuda::DeviceMemory {
+struct FailingMemory : gpu::DeviceMemory {
   void* allocate(std::size_t bytes) override {
     void* memory = nullptr;
     if (fails(Event::device_allocation)) return nullptr;
@@ -30,6 +32,7 @@ struct FailingMemory : cuda::DeviceMemory {
 namespace undo_on_device {
 
 using namespace lowrankkv;
+namespace gpu = support::gpu;
 
 CacheConfig config() {
   CacheConfig config;
@@ -56,9 +59,9 @@ std::vector<undo::Event> events() {
 template <class Cache>
 void check(const CacheConfig& config, const LayerBasis& basis) {
   static undo::FailingMemory memory;
-  cuda::DeviceMemory* before = cuda::exchange_device_memory(&memory);
+  gpu::DeviceMemory* before = gpu::exchange_device_memory(&memory);
   undo::check_cache<Cache>(config, basis, events());
-  cuda::exchange_device_memory(before);
+  gpu::exchange_device_memory(before);
 }
 
 }  // namespace undo_on_device

@@ -37,7 +37,7 @@ struct NoStream {};
 template <class Layer>
 struct Calls {
   using PolicySet = typename Layer::PolicySet;
-  using Shared = std::shared_ptr<ThreadPool>;
+  using Shared = std::shared_ptr<Executor>;
 
   // What a cache is made of.
 
