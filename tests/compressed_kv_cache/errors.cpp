@@ -378,9 +378,17 @@ TEST_CASE("configurations that cannot work") {
         "softmax_scale: finite and at least 0, given -1");
   CHECK(raised<CapacityError>([] { Cpu::Pool pool(0, 5); }) ==
         "page pool: 5 pages of 0 bytes, each at most 2147483647");
+  CHECK(raised<ShapeError>(
+            [] { static_cast<void>(StaticPCA<>::num_pages({.shape = kShape}, {}, {})); }) ==
+        "num_kv_heads: cache 2, basis 0: this policy compresses and needs a calibrated "
+        "basis (calibrate::LayerMoments makes one)");
   CHECK(raised<ShapeError>([] {
-          static_cast<void>(StaticPCA<>::num_pages({.shape = kShape}, {}, {}));
-        }) == "num_kv_heads: cache 2, basis 0");
+          StarKV<> cache({.shape = kShape});
+        }).starts_with("num_kv_heads: cache 2, basis 0: this policy compresses"));
+  LayerBasis half = basis();
+  half.heads.pop_back();
+  CHECK(raised<ShapeError>([&] { StaticPCA<> cache({.shape = kShape}, half); }) ==
+        "num_kv_heads: cache 2, basis 1");
   auto pool = std::make_shared<Cpu::Pool>(1024, 10);
   CHECK(raised<ShapeError>([&] {
           FullKV<> cache({.shape = kShape, .page_bytes = 2048}, {}, {}, pool);
