@@ -14,6 +14,7 @@ using namespace lowrankkv;
 namespace {
 
 constexpr CacheShape kShape{4, 2, 16};
+constexpr SequenceId kOne = 1;
 
 LayerBasis basis() {
   support::Random random(1);
@@ -100,6 +101,30 @@ TEST_CASE_FIXTURE(Fixture, "views that do not fit") {
         }) == "reconstruct: 11 tokens from position 90, sequence has 100 tokens");
   CHECK(raised<ShapeError>([&] { cache.ingest(1, key(40), value(40), query(31)); }) ==
         "q_window: prompt rows are chosen by the attention of 32 queries, given 31");
+}
+
+TEST_CASE_FIXTURE(Fixture, "no tokens and no sequences are nothing to do") {
+  const std::span<const SequenceId> nobody;
+  std::vector<float> out(64, 7.0F), scores(std::size_t{2} * 100, 7.0F);
+  cache.append(1, key(0), value(0));
+  cache.append(nobody, key(0), value(0));
+  cache.append_maintained(nobody, key(0), value(0));
+  cache.attend(1, query(0), {out.data(), 0, 4, 16});
+  cache.attend(1, {static_cast<const float*>(nullptr), 0, 4, 16},
+               {static_cast<float*>(nullptr), 0, 4, 16});
+  cache.attend(nobody, query(0), {out.data(), 0, 4, 16});
+  CHECK(out == std::vector<float>(64, 7.0F));
+  cache.attend(std::span(&kOne, 1), query(0), {out.data(), 0, 4, 16}, {},
+               {scores.data(), 1, 2, 100});
+  CHECK(scores == std::vector<float>(scores.size()));  // no query has given any attention
+  CHECK(raised<ShapeError>([&] {
+          cache.attend(nobody, query(1), {out.data(), 1, 4, 16});
+        }) == "attend: 1 query tokens for 0 sequences");
+  CHECK(raised<ShapeError>([&] { cache.append(nobody, key(1), value(1)); }) ==
+        "append: 1 tokens for 0 sequences");
+  CHECK(raised<SequenceError>([&] {
+          cache.attend(9, query(0), {out.data(), 0, 4, 16});
+        }) == "unknown sequence 9; 1 sequences exist");
 }
 
 TEST_CASE_FIXTURE(Fixture, "sequences and capacities") {
