@@ -68,7 +68,8 @@ struct Options {
         ->option_text("keys|queries-and-keys|query-aware [queries-and-keys]");
     app->add_option("--context", method.context,
                     "tokens at which methods that think in bytes or windows meet their ratio; "
-                    "default: the prompt's")
+                    "default: bpb 1024, retrieve its first prompt's, generate those of prompt and "
+                    "answer, but at least 2048 or the model's context if that is less")
         ->check(CLI::PositiveNumber);
     app->add_option("--outliers", method.outlier_share,
                     "share of tokens at full rank because of their error (OjaKVv2, Budgeted)")
@@ -290,8 +291,10 @@ int main(int argc, char** argv) try {
   if (prompt == "-") prompt.assign(std::istreambuf_iterator<char>(std::cin), {});
   std::vector<std::int32_t> ids = engine.tokenizer.encode(prompt);
   if (engine.model.config().bos >= 0) ids.insert(ids.begin(), engine.model.config().bos);
-  auto contenders = options.contenders(engine, engine.model.config().max_positions,
-                                       static_cast<std::int64_t>(ids.size()));
+  const std::int64_t most_tokens = engine.model.config().max_positions;
+  auto contenders = options.contenders(
+      engine, most_tokens,
+      llama::generation_context(static_cast<std::int64_t>(ids.size()) + max_tokens, most_tokens));
   sampling.seed = options.seed;
   for (llama::Contender& contender : contenders) {
     if (contenders.size() > 1)
