@@ -206,15 +206,16 @@ int main(int argc, char** argv) try {
   CLI::App* synthesize = app.add_subcommand(
       "synthesize", "fresh samples of the retrieval tasks, to tune constants on");
   llama::SynthesisOptions synthesis;
-  std::string words = LOWRANKKV_EXAMPLE_DATA "/words.txt";
+  std::string words;
   std::string prefix;
   options.add_model(synthesize);
   synthesize->add_option("--text,text", text, "text file of which haystacks are slices")
       ->required()
       ->check(CLI::ExistingFile);
-  synthesize->add_option("--words", words, "file of words for keys and phrases")
-      ->check(CLI::ExistingFile)
-      ->capture_default_str();
+  synthesize
+      ->add_option("--words", words,
+                   "file of words for keys and phrases; default: words.txt beside this program")
+      ->check(CLI::ExistingFile);
   synthesize->add_option("--length", synthesis.length, "tokens of a sample")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
@@ -241,6 +242,7 @@ int main(int argc, char** argv) try {
       throw std::runtime_error("cannot write " + options.json);
     return 0;
   }
+  if (synthesize->parsed() && words.empty()) words = llama::words_beside(llama::this_program());
   llama::Engine engine(options.model, options.threads);
 #ifdef LOWRANKKV_LLAMA_CUDA
   if (options.method.on_gpu) engine.model.compute_with(llama::make_device_products());
