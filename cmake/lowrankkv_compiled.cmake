@@ -3,6 +3,9 @@
 # bases of updaters. Sources that link it only declare those (LOWRANKKV_COMPILED in config.hpp), and compile in half the
 # time. It is built with the flags of the directory that calls this: Eigen's types want the same -march everywhere.
 function(lowrankkv_add_compiled name)
+  if(NOT TARGET lowrankkv::lowrankkv)
+    message(FATAL_ERROR "lowrankkv_add_compiled(${name}): lowrankkv::lowrankkv is needed, and that needs Eigen 3.4 or later")
+  endif()
   file(CONFIGURE OUTPUT ${name}.cpp CONTENT "#define LOWRANKKV_COMPILED 2
 #include <lowrankkv/budgeted.hpp>
 #include <lowrankkv/calibrate/bundle.hpp>

@@ -59,7 +59,12 @@ TEST_CASE(
   device.ratio = 0.2;
   device.context = 2000;
   device.page_bytes = 2048;
-  for (const LayerBasis& layer : calibrate::budgeted(model, device.for_cuda()).bases) {
+  const calibrate::BudgetedModel on_device = calibrate::budgeted(model, device.for_cuda());
+  CacheConfig config{.shape = shape, .page_bytes = 512};
+  on_device.configure(config);
+  CHECK(config.page_bytes == 0);  // the cache's own choice
+  CHECK(config.full_row_bits == 8);
+  for (const LayerBasis& layer : on_device.bases) {
     for (const HeadBasis& head : layer.heads) {
       for (const std::vector<std::uint8_t>* bits : {&head.key_bits, &head.value_bits}) {
         for (std::size_t channel = 0; channel < bits->size(); ++channel) {

@@ -121,6 +121,9 @@ TEST_CASE(
   stack.save(0, saved);
   CHECK_THROWS_WITH_AS(stack.load(1, saved),
                        "saved state: layer 1 moved its tokens otherwise than layer 0", FormatError);
+  saved[7] = std::byte{0};
+  CHECK_THROWS_WITH_AS(stack.load(1, saved),
+                       "saved state: begins with 'LRKVSTK\\x00', expected 'LRKVSTK1'", FormatError);
   CHECK(!stack.layer(0).contains(1));
 }
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipe of the checkout it is in: conan create cmake/conan. What is packaged is what `cmake --install` writes, its CMake and pkg-config files included."""
+"""Recipe of the checkout it is in: conan create cmake/conan -s compiler.cppstd=20. What is packaged is what `cmake --install` writes, its CMake and pkg-config files included."""
 import os
 import re
 
 from conan import ConanFile
+from conan.errors import ConanInvalidConfiguration
 from conan.tools.build import check_min_cppstd
 from conan.tools.cmake import CMake, CMakeDeps, CMakeToolchain
 from conan.tools.files import copy, load, rmdir
@@ -36,7 +37,10 @@ class LowrankkvConan(ConanFile):
         self.requires("eigen/[>=3.4 <6]", transitive_headers=True)
 
     def validate(self):
-        check_min_cppstd(self, 20)
+        try:
+            check_min_cppstd(self, 20)
+        except ConanInvalidConfiguration as error:
+            raise ConanInvalidConfiguration(f"lowrankkv needs C++20: add -s compiler.cppstd=20 to the command, or cppstd=20 to the profile. {error}") from None
 
     def generate(self):
         toolchain = CMakeToolchain(self)

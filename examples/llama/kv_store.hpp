@@ -3,6 +3,7 @@
 // a command line is not.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -61,6 +62,13 @@ struct MethodOptions {
   std::int64_t prefill_chunk = 0;     // 0: the whole prompt
   std::int64_t publish_interval = 0;  // rows between two epochs; 0: the library's default
 };
+
+/// Tokens at which generation spends a budget if nobody says: `tokens`, those of prompt and answer,
+/// but no fewer than 2048. A short prompt alone has no room for full rows and pages within a ratio.
+/// At most what the model takes.
+inline std::int64_t generation_context(std::int64_t tokens, std::int64_t max_positions) {
+  return std::min(std::max<std::int64_t>(tokens, 2048), max_positions);
+}
 
 /// What can be named.
 struct MethodInfo {

@@ -68,7 +68,8 @@ struct Options {
         ->option_text("keys|queries-and-keys|query-aware [queries-and-keys]");
     app->add_option("--context", method.context,
                     "tokens at which methods that think in bytes or windows meet their ratio; "
-                    "default: the prompt's")
+                    "default: bpb 1024, retrieve its first prompt's, generate those of prompt and "
+                    "answer, but at least 2048 or the model's context if that is less")
         ->check(CLI::PositiveNumber);
     app->add_option("--outliers", method.outlier_share,
                     "share of tokens at full rank because of their error (OjaKVv2, Budgeted)")
@@ -205,15 +206,16 @@ int main(int argc, char** argv) try {
   CLI::App* synthesize = app.add_subcommand(
       "synthesize", "fresh samples of the retrieval tasks, to tune constants on");
   llama::SynthesisOptions synthesis;
-  std::string words = LOWRANKKV_EXAMPLE_DATA "/words.txt";
+  std::string words;
   std::string prefix;
   options.add_model(synthesize);
   synthesize->add_option("--text,text", text, "text file of which haystacks are slices")
       ->required()
       ->check(CLI::ExistingFile);
-  synthesize->add_option("--words", words, "file of words for keys and phrases")
-      ->check(CLI::ExistingFile)
-      ->capture_default_str();
+  synthesize
+      ->add_option("--words", words,
+                   "file of words for keys and phrases; default: words.txt beside this program")
+      ->check(CLI::ExistingFile);
   synthesize->add_option("--length", synthesis.length, "tokens of a sample")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
@@ -240,6 +242,7 @@ int main(int argc, char** argv) try {
       throw std::runtime_error("cannot write " + options.json);
     return 0;
   }
+  if (synthesize->parsed() && words.empty()) words = llama::words_beside(llama::this_program());
   llama::Engine engine(options.model, options.threads);
 #ifdef LOWRANKKV_LLAMA_CUDA
   if (options.method.on_gpu) engine.model.compute_with(llama::make_device_products());
@@ -290,8 +293,10 @@ int main(int argc, char** argv) try {
   if (prompt == "-") prompt.assign(std::istreambuf_iterator<char>(std::cin), {});
   std::vector<std::int32_t> ids = engine.tokenizer.encode(prompt);
   if (engine.model.config().bos >= 0) ids.insert(ids.begin(), engine.model.config().bos);
-  auto contenders = options.contenders(engine, engine.model.config().max_positions,
-                                       static_cast<std::int64_t>(ids.size()));
+  const std::int64_t most_tokens = engine.model.config().max_positions;
+  auto contenders = options.contenders(
+      engine, most_tokens,
+      llama::generation_context(static_cast<std::int64_t>(ids.size()) + max_tokens, most_tokens));
   sampling.seed = options.seed;
   for (llama::Contender& contender : contenders) {
     if (contenders.size() > 1)

@@ -14,6 +14,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string_view>
+#include <system_error>
 
 #include "progress.hpp"
 
@@ -470,6 +471,19 @@ const std::vector<std::string>& synthetic_tasks() {
     return list;
   }();
   return names;
+}
+
+std::string words_beside(const std::filesystem::path& program) {
+  const std::filesystem::path file = program.parent_path() / "words.txt";
+  std::error_code unreadable;
+  if (!program.empty() && std::filesystem::is_regular_file(file, unreadable)) return file.string();
+  throw std::runtime_error("synthesize: no words at " + file.string() +
+                           "; name a file with --words (examples/data/words.txt of the sources)");
+}
+
+std::filesystem::path this_program() {
+  std::error_code unknown;
+  return std::filesystem::read_symlink("/proc/self/exe", unknown);
 }
 
 std::vector<std::string> read_words(const std::string& path) {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -40,6 +41,13 @@ std::vector<SyntheticSample> synthesize(const Tokenizer& tokenizer, const Config
                                         const std::string& text,
                                         const std::vector<std::string>& words,
                                         const SynthesisOptions& options);
+
+/// words.txt in the folder of a program, where the build puts it. Throws std::runtime_error, which
+/// names the option that takes another file, if there is none.
+std::string words_beside(const std::filesystem::path& program);
+
+/// Where the running program is; empty if the system does not say.
+std::filesystem::path this_program();
 
 /// The words of a file, each once, of which keys and phrases are made.
 std::vector<std::string> read_words(const std::string& path);

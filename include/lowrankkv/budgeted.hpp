@@ -43,9 +43,12 @@ struct BudgetOptions {
   /// Page size of the pool. Small enough that partly filled pages waste little, large enough for
   /// wide rows.
   std::size_t page_bytes = 4096;
+  /// The cache chooses its page size: configure() leaves it 0. So the Cuda backend does, whose
+  /// tiles have sizes of their own; page_bytes is then what the budget counts with.
+  bool page_bytes_of_cache = false;
 
   /// @brief Sets the channels and widths that suit the Cuda backend's kernels: 32 channels share 2,
-  /// 4 or 8 bits, which is one plane of codes.
+  /// 4 or 8 bits, which is one plane of codes. Pages are left to the cache.
   ///
   /// Codes of 3 and 6 bits would take two planes. At equal bytes they leave a fifth less error (as
   /// much as 5 % more bytes do), but attention takes a fifth longer
@@ -53,6 +56,7 @@ struct BudgetOptions {
   BudgetOptions& for_cuda() {
     widths = {2, 4, 8};
     channels_together = 32;
+    page_bytes_of_cache = true;
     return *this;
   }
 };
@@ -64,13 +68,13 @@ struct BudgetedModel {
   Policies<PerHead, Static, Compose<SinkRecent, ResidualOutliers>, TransformCode> policies;
   BudgetOptions options;  ///< the options that it was made for
 
-  /// @brief Sets the fields that the byte budget assumes: how full rows are stored, the page size,
-  /// and f32 epochs. The Cuda backend chooses a page size that suits its tiles: there, set
-  /// page_bytes to 0 afterwards.
+  /// @brief Sets the fields that the byte budget assumes: how full rows are stored, the page size
+  /// (0, the cache's own, if the options are for_cuda()), and f32 epochs. A model whose options are
+  /// not for_cuda() needs page_bytes 0 afterwards on a GPU.
   void configure(CacheConfig& config) const {
     config.full_type = options.full_type;
     config.full_row_bits = options.full_row_bits;
-    config.page_bytes = options.page_bytes;
+    config.page_bytes = options.page_bytes_of_cache ? 0 : options.page_bytes;
     // All sequences share this epoch, and metrics with a wide spectrum need the precision.
     config.epoch_type = DType::f32;
   }

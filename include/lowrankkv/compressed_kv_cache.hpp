@@ -242,7 +242,7 @@ class CompressedKVCache : Backend::template Diagnosis<Basis, Updater, TokenPolic
   }
 
   /// @brief Adds m tokens to the tail of each sequence: rows [i m, (i + 1) m) belong to seqs[i].
-  /// Allocates nothing. Capturable.
+  /// Allocates nothing. Capturable. No tokens and no sequences are fine.
   /// @param key, value [seqs.size() * m, num_kv_heads, head_dim]
   /// @throws CapacityError if a tail or max_tokens would be exceeded (call maintain() between
   /// steps); SequenceError if a sequence is named twice
@@ -298,7 +298,8 @@ class CompressedKVCache : Backend::template Diagnosis<Basis, Updater, TokenPolic
   }
 
   /// @brief Attention of the last m appended tokens of each sequence, causal among those m tokens.
-  /// Does not change the cache and allocates nothing. Capturable.
+  /// Does not change the cache and allocates nothing. Capturable. No tokens and no sequences are
+  /// fine: then nothing is written.
   ///
   /// out = softmax(scale q [K; decode(C_k)]^T) [V; decode(C_v)], f32 accumulation. The bits depend
   /// neither on threads nor on the batch.

@@ -202,8 +202,13 @@ class LayerStack {
     check_room(seq);
     ByteReader in(saved);
     const auto magic = in.value<std::uint64_t>();
-    if (magic != kSavedStack)
-      detail::fail<FormatError>("saved state: begins with ", magic, ", expected ", kSavedStack);
+    if (magic != kSavedStack) {
+      const auto shown = [](const std::uint64_t& bytes) {
+        return detail::printable({reinterpret_cast<const char*>(&bytes), sizeof bytes});
+      };
+      detail::fail<FormatError>("saved state: begins with '", shown(magic), "', expected '",
+                                shown(kSavedStack), "'");
+    }
     const auto count = in.value<std::uint64_t>();
     if (count != layers_.size())
       detail::fail<ShapeError>("num_layers: stack ", layers_.size(), ", saved ", count);

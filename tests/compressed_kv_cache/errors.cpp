@@ -14,6 +14,7 @@ using namespace lowrankkv;
 namespace {
 
 constexpr CacheShape kShape{4, 2, 16};
+constexpr SequenceId kOne = 1;
 
 LayerBasis basis() {
   support::Random random(1);
@@ -100,6 +101,30 @@ TEST_CASE_FIXTURE(Fixture, "views that do not fit") {
         }) == "reconstruct: 11 tokens from position 90, sequence has 100 tokens");
   CHECK(raised<ShapeError>([&] { cache.ingest(1, key(40), value(40), query(31)); }) ==
         "q_window: prompt rows are chosen by the attention of 32 queries, given 31");
+}
+
+TEST_CASE_FIXTURE(Fixture, "no tokens and no sequences are nothing to do") {
+  const std::span<const SequenceId> nobody;
+  std::vector<float> out(64, 7.0F), scores(std::size_t{2} * 100, 7.0F);
+  cache.append(1, key(0), value(0));
+  cache.append(nobody, key(0), value(0));
+  cache.append_maintained(nobody, key(0), value(0));
+  cache.attend(1, query(0), {out.data(), 0, 4, 16});
+  cache.attend(1, {static_cast<const float*>(nullptr), 0, 4, 16},
+               {static_cast<float*>(nullptr), 0, 4, 16});
+  cache.attend(nobody, query(0), {out.data(), 0, 4, 16});
+  CHECK(out == std::vector<float>(64, 7.0F));
+  cache.attend(std::span(&kOne, 1), query(0), {out.data(), 0, 4, 16}, {},
+               {scores.data(), 1, 2, 100});
+  CHECK(scores == std::vector<float>(scores.size()));  // no query has given any attention
+  CHECK(raised<ShapeError>([&] {
+          cache.attend(nobody, query(1), {out.data(), 1, 4, 16});
+        }) == "attend: 1 query tokens for 0 sequences");
+  CHECK(raised<ShapeError>([&] { cache.append(nobody, key(1), value(1)); }) ==
+        "append: 1 tokens for 0 sequences");
+  CHECK(raised<SequenceError>([&] {
+          cache.attend(9, query(0), {out.data(), 0, 4, 16});
+        }) == "unknown sequence 9; 1 sequences exist");
 }
 
 TEST_CASE_FIXTURE(Fixture, "sequences and capacities") {
@@ -378,9 +403,17 @@ TEST_CASE("configurations that cannot work") {
         "softmax_scale: finite and at least 0, given -1");
   CHECK(raised<CapacityError>([] { Cpu::Pool pool(0, 5); }) ==
         "page pool: 5 pages of 0 bytes, each at most 2147483647");
+  CHECK(raised<ShapeError>(
+            [] { static_cast<void>(StaticPCA<>::num_pages({.shape = kShape}, {}, {})); }) ==
+        "num_kv_heads: cache 2, basis 0: this policy compresses and needs a calibrated "
+        "basis (calibrate::LayerMoments makes one)");
   CHECK(raised<ShapeError>([] {
-          static_cast<void>(StaticPCA<>::num_pages({.shape = kShape}, {}, {}));
-        }) == "num_kv_heads: cache 2, basis 0");
+          StarKV<> cache({.shape = kShape});
+        }).starts_with("num_kv_heads: cache 2, basis 0: this policy compresses"));
+  LayerBasis half = basis();
+  half.heads.pop_back();
+  CHECK(raised<ShapeError>([&] { StaticPCA<> cache({.shape = kShape}, half); }) ==
+        "num_kv_heads: cache 2, basis 1");
   auto pool = std::make_shared<Cpu::Pool>(1024, 10);
   CHECK(raised<ShapeError>([&] {
           FullKV<> cache({.shape = kShape, .page_bytes = 2048}, {}, {}, pool);

@@ -4,4 +4,9 @@ file(REMOVE_RECURSE ${HOME})
 set(ENV{CONAN_HOME} ${HOME})
 execute_process(COMMAND ${CONAN} profile detect COMMAND_ERROR_IS_FATAL ANY)
 file(APPEND ${HOME}/profiles/default "\n[platform_requires]\neigen/${EIGEN}\n\n[conf]\ntools.cmake.cmake_layout:test_folder=${HOME}/test_package\ntools.cmake.cmaketoolchain:user_presets=\n")  # nothing is built beside the recipe
+# A profile of an older standard, as most compilers' detected ones are, is refused with what to do.
+execute_process(COMMAND ${CONAN} create ${RECIPE} --no-remote -s compiler.cppstd=gnu17 RESULT_VARIABLE refused OUTPUT_VARIABLE said ERROR_VARIABLE said)
+if(refused EQUAL 0 OR NOT said MATCHES "add -s compiler.cppstd=20 to the command")
+  message(FATAL_ERROR "with C++17: ${refused}, ${said}")
+endif()
 execute_process(COMMAND ${CONAN} create ${RECIPE} --no-remote -s compiler.cppstd=20 COMMAND_ERROR_IS_FATAL ANY)

@@ -134,6 +134,10 @@ TEST_CASE("a load is refused, and nothing changes, unless everything fits") {
   other[0] = std::byte{'X'};
   CHECK(raised<FormatError>([&] { cache.load(2, other); }) ==
         "saved state: begins with 'XRKVSEQ3', expected 'LRKVSEQ3'");
+  other[0] = std::byte{0};  // a message must not end at a NUL
+  other[1] = std::byte{0xfe};
+  CHECK(raised<FormatError>([&] { cache.load(2, other); }) ==
+        "saved state: begins with '\\x00\\xfeKVSEQ3', expected 'LRKVSEQ3'");
   other = bytes;
   other.back() ^= std::byte{1};
   CHECK(raised<FormatError>([&] { cache.load(2, other); }).starts_with("saved state: checksum "));

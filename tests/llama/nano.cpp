@@ -85,6 +85,12 @@ TEST_CASE(
   }
 }
 
+TEST_CASE("a short prompt has the budget of a text, not of its own few tokens") {
+  CHECK(generation_context(4 + 64, 8192) == 2048);
+  CHECK(generation_context(4 + 64, 512) == 512);
+  CHECK(generation_context(3000 + 64, 8192) == 3064);
+}
+
 TEST_CASE("text to ids to text is the identity") {
   for (const std::string& folder : models()) {
     const Tokenizer tokenizer(folder + "/tokenizer.json");

@@ -275,6 +275,15 @@ TEST_CASE("text in any script and with separators gives whole characters and no 
   }
 }
 
+TEST_CASE("words are looked for beside the program, wherever that is") {
+  CHECK(words_beside(kData + "/lowrankkv-llama") == kData + "/words.txt");
+  CHECK_THROWS_WITH_AS(words_beside("/nowhere/lowrankkv-llama"),
+                       "synthesize: no words at /nowhere/words.txt; name a file with --words "
+                       "(examples/data/words.txt of the sources)",
+                       std::runtime_error);
+  CHECK(this_program().filename().string().starts_with("test_"));
+}
+
 TEST_CASE("errors name both values") {
   check_error({.tasks = {"s1", "s9"}},
               "task s9 is unknown; there are: s1, s2, s3, mk1, mk2, mv, mq, vt");

@@ -48,8 +48,7 @@ inline double joint_orthonormality_error(const HeadBasis* first, int heads, int 
 /// the policy.
 inline void validate(const JointValues& policy, const LayerBasis& basis, const CacheShape& shape) {
   using detail::fail;
-  detail::check_equal("num_kv_heads", "cache", shape.num_kv_heads, "basis",
-                      static_cast<int>(basis.heads.size()));
+  detail::check_num_heads(basis, shape);
   const int group = policy.group_of(shape.num_kv_heads);
   if (policy.keys.value_metric != ValueMetric::plain)
     fail<ValueError>("JointValues: value_metric ", static_cast<int>(policy.keys.value_metric),

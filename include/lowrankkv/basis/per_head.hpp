@@ -191,13 +191,23 @@ inline void check_storable(const LayerBasis& basis, DType epoch_type) {
   }
 }
 
+/// Raises ShapeError unless the basis has maps for every head.
+inline void check_num_heads(const LayerBasis& basis, const CacheShape& shape) {
+  if (basis.heads.empty() && shape.num_kv_heads > 0) {
+    fail<ShapeError>("num_kv_heads: cache ", shape.num_kv_heads,
+                     ", basis 0: this policy compresses and needs a calibrated basis "
+                     "(calibrate::LayerMoments makes one)");
+  }
+  check_equal("num_kv_heads", "cache", shape.num_kv_heads, "basis",
+              static_cast<int>(basis.heads.size()));
+}
+
 }  // namespace detail
 
 /// @brief Raises ShapeError or ValueError, naming both values, unless `basis` fits the shape and
 /// the policy.
 inline void validate(const PerHead& policy, const LayerBasis& basis, const CacheShape& shape) {
-  detail::check_equal("num_kv_heads", "cache", shape.num_kv_heads, "basis",
-                      static_cast<int>(basis.heads.size()));
+  detail::check_num_heads(basis, shape);
   for (const HeadBasis& head : basis.heads) detail::validate_head(policy, head, shape.head_dim);
 }
 

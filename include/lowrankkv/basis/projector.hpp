@@ -26,8 +26,7 @@ struct Projector {
 inline void validate(const Projector&, const LayerBasis& basis, const CacheShape& shape) {
   using detail::check_size;
   using detail::fail;
-  detail::check_equal("num_kv_heads", "cache", shape.num_kv_heads, "basis",
-                      static_cast<int>(basis.heads.size()));
+  detail::check_num_heads(basis, shape);
   const std::size_t dim = static_cast<std::size_t>(shape.head_dim);
   for (const HeadBasis& head : basis.heads) {
     if (head.key_rank < 1 || head.key_rank > shape.head_dim)

@@ -11,6 +11,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 #include "lowrankkv/config.hpp"
 
@@ -85,6 +86,21 @@ template <class E, class... Parts>
 #else
   throw E(text(parts...));
 #endif
+}
+
+/// Bytes as a message can show them: those that cannot be printed, and backslashes, as \xNN.
+inline std::string printable(std::string_view bytes) {
+  constexpr const char* kDigits = "0123456789abcdef";
+  std::string shown;
+  for (const char byte : bytes) {
+    const auto value = static_cast<unsigned char>(byte);
+    if (value >= 0x20 && value < 0x7f && byte != '\\') {
+      shown += byte;
+    } else {
+      shown += {'\\', 'x', kDigits[value >> 4], kDigits[value & 15]};
+    }
+  }
+  return shown;
 }
 
 /// Raises ShapeError `what: left_name left, right_name right` unless the two are equal.

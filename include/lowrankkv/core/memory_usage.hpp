@@ -28,7 +28,7 @@ struct MemoryUsage {
   /// Reserved capacity that is not in use (free pages, tails, tables). Not in total().
   std::size_t reserved_bytes = 0;
 
-  /// @brief Bytes that the sequence (or all sequences) costs: the numerator of `ratio_measured`.
+  /// @brief Bytes that the sequence (or all sequences) costs; ratios are these over those of f16.
   std::size_t total() const {
     return coefficient_bytes + full_row_bytes + tail_bytes + position_bytes + slack_bytes +
            epoch_bytes + updater_bytes + residual_bytes + pending_bytes;

@@ -57,7 +57,7 @@ inline ByteReader open_framed(std::string_view magic, const LayerDescription& ex
   if (std::memcmp(found_magic.data(), magic.data(), magic.size()) != 0) {
     fail<FormatError>(
         "saved state: begins with '",
-        std::string_view(reinterpret_cast<const char*>(found_magic.data()), magic.size()),
+        detail::printable({reinterpret_cast<const char*>(found_magic.data()), magic.size()}),
         "', expected '", magic, "'");
   }
   const auto size = in.value<std::uint64_t>();

@@ -3,6 +3,7 @@
 #include <doctest/doctest.h>
 
 #include <cmath>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -95,6 +96,20 @@ TEST_CASE(
   cudaGraphDestroy(graph);
   cudaStreamDestroy(stream);
   CHECK(!cache.contains(3));
+  // No tokens and no sequences are nothing to do: nothing is launched with a grid of 0.
+  const std::span<const SequenceId> nobody;
+  gpu::DeviceArray<float> scores(2 * 100);
+  cache.append(nobody, {rows.data(), 0, 2, 64}, {rows.data(), 0, 2, 64});
+  cache.append_maintained(nobody, {rows.data(), 0, 2, 64}, {rows.data(), 0, 2, 64});
+  cache.attend(1, {rows.data(), 0, 4, 64}, {out.data(), 0, 4, 64});
+  cache.attend(nobody, {rows.data(), 0, 4, 64}, {out.data(), 0, 4, 64});
+  const SequenceId one = 1;
+  cache.attend(std::span(&one, 1), {rows.data(), 0, 4, 64}, {out.data(), 0, 4, 64}, {},
+               {scores.data(), 1, 2, 100});
+  CHECK(host(scores) == std::vector<float>(2 * 100));
+  CHECK(message([&] {
+          cache.attend(nobody, {rows.data(), 1, 4, 64}, {out.data(), 1, 4, 64});
+        }) == "attend: 1 query tokens for 0 sequences");
   std::vector<float> bad(3 * 2 * 64, 1.0F);
   bad[2 * 64 + 5] = std::nanf("");
   bad[2 * 2 * 64 + 7] = 70000.0F;

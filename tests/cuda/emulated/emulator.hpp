@@ -139,6 +139,7 @@ inline void run_thread() {
 inline void execute(dim3 grid, dim3 size, std::size_t shared, const std::function<void()>& kernel) {
   Block& own = running;
   if (shared > kShared) fail("more shared memory than there is");
+  if (grid.x * grid.y * grid.z == 0) fail("a grid without blocks");
   own.kernel = &kernel;
   own.size = {size.x, size.y, size.z};
   own.grid = {grid.x, grid.y, grid.z};

@@ -124,9 +124,9 @@ int check_append(const Layer& layer, std::span<const SequenceId> seqs, const Key
                  const ValueView& value, std::int64_t tail_capacity) {
   using ::lowrankkv::detail::fail;
   const std::int64_t count = static_cast<std::int64_t>(seqs.size());
-  if (count == 0 || key.num_tokens % count != 0)
+  if (count == 0 ? key.num_tokens != 0 : key.num_tokens % count != 0)
     fail<ShapeError>("append: ", key.num_tokens, " tokens for ", count, " sequences");
-  const std::int64_t m = key.num_tokens / count;
+  const std::int64_t m = count == 0 ? 0 : key.num_tokens / count;
   ::lowrankkv::detail::check_keys_and_values(key, value, count, m, layer.num_kv_heads(),
                                              layer.head_dim());
   for (std::size_t i = 0; i < seqs.size(); ++i) {
@@ -150,16 +150,16 @@ int check_append(const Layer& layer, std::span<const SequenceId> seqs, const Key
   return static_cast<int>(m);
 }
 
-/// @brief Checks queries of the last appended tokens of some sequences. @return queries per
-/// sequence  @throws ShapeError, ValueError
+/// @brief Checks queries of the last appended tokens of some sequences. No tokens and no sequences
+/// are fine. @return queries per sequence  @throws ShapeError, ValueError
 template <class Layer>
 std::int64_t check_step(const Layer& layer, std::span<const SequenceId> seqs,
                         const QueryView& query) {
   using ::lowrankkv::detail::fail;
   const std::int64_t count = static_cast<std::int64_t>(seqs.size());
-  if (count == 0 || query.num_tokens % count != 0 || query.num_tokens == 0)
+  if (count == 0 ? query.num_tokens != 0 : query.num_tokens % count != 0)
     fail<ShapeError>("attend: ", query.num_tokens, " query tokens for ", count, " sequences");
-  const std::int64_t m = query.num_tokens / count;
+  const std::int64_t m = count == 0 ? 0 : query.num_tokens / count;
   check_query(layer, query, query.num_tokens);
   for (const SequenceId seq : seqs) {
     const int tail = layer.table.lengths(idle_slot(layer, seq)).tail_length;
@@ -191,6 +191,10 @@ std::int64_t check_certify(const Layer& layer, std::span<const SequenceId> seqs,
   if (!layer.config.keep_residuals) {
     fail<StateError>("certify: keep_residuals is ", layer.config.keep_residuals,
                      ", 1 is needed: norms of residuals are kept as rows are stored");
+  }
+  if (seqs.empty() || query.num_tokens == 0) {
+    fail<ShapeError>("certify: ", query.num_tokens, " query tokens for ", seqs.size(),
+                     " sequences");
   }
   const std::int64_t m = check_step(layer, seqs, query);
   if (lse.data == nullptr) fail<ShapeError>("lse: null pointer with num_tokens ", query.num_tokens);

@@ -144,12 +144,13 @@ template <class Layer>
 int check_tokens(const Layer& layer, std::span<const SequenceId> seqs, const KeyView& key,
                  const ValueView& value) {
   const std::int64_t count = static_cast<std::int64_t>(seqs.size());
-  if (count == 0 || key.num_tokens % count != 0) {
+  if (count == 0 ? key.num_tokens != 0 : key.num_tokens % count != 0) {
     ::lowrankkv::detail::fail<ShapeError>("append: ", key.num_tokens, " tokens for ", count,
                                           " sequences");
   }
-  check_views(layer, key, value, count, key.num_tokens / count);
-  return static_cast<int>(key.num_tokens / count);
+  const std::int64_t m = count == 0 ? 0 : key.num_tokens / count;
+  check_views(layer, key, value, count, m);
+  return static_cast<int>(m);
 }
 /// @brief Checks that m more tokens fit each sequence and its tail.
 /// @throws CapacityError, SequenceError

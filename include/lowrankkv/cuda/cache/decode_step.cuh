@@ -49,6 +49,7 @@ void attend_sequences(Layer& layer, std::span<const SequenceId> seqs, const Quer
   const int m = check_attend(layer, seqs, query);
   const bool own = tokens == QueryTokens::own;
   const HeadRows most = most_attended(layer, seqs, own ? m : 0, capturing(stream));
+  if (m == 0) return;
   AttentionStep step = state.workspace().step(m);
   step.sees_all = !own;
   for_each_batch(layer, seqs, [&](const Batch& batch, std::int64_t first) {
@@ -94,7 +95,7 @@ void StepCalls<Layer>::attend_partial(Layer& layer, Sequences seqs, const QueryV
   const OutputView out{states.values, states.num_tokens, states.num_heads, states.head_dim};
   const LseView lse{states.maximum, states.num_tokens, states.num_heads};
   check_queries(layer, query, out, lse, query.num_tokens);
-  if (states.maximum == nullptr || states.sum == nullptr) {
+  if (states.num_tokens > 0 && (states.maximum == nullptr || states.sum == nullptr)) {
     ::lowrankkv::detail::fail<ShapeError>("states: maximum or sum is null, memory for ",
                                           states.num_tokens, " x ", states.num_heads,
                                           " numbers expected");

@@ -38,6 +38,7 @@ void FlushCalls<Layer>::append_maintained(Layer& layer, Sequences seqs, const Ke
   refuse_capture("append_maintained", stream);
   const int m = check_tokens(layer, seqs, key, value);
   check_advance(layer, seqs, m, std::int64_t{1} << 40);
+  if (seqs.empty()) return;
   const std::vector<int> slots = idle_slots(layer, seqs);
   const HeldPages held(layer.state.pool().allocator(), pages_to_flush(layer, slots, m));
   flush_scratch(layer, slots.size(), most_scored(layer, slots));

@@ -62,6 +62,7 @@ void ScoreCalls<Layer>::attend_scored(Layer& layer, Sequences seqs, const QueryV
     sums = LseView(state.workspace().step_lse(), query.num_tokens, heads);
   }
   clear_scores(accumulated, stream);
+  if (m == 0) return;
   const DeviceScores scores{accumulated.data, accumulated.num_positions};
   // Scores read the projected queries that attention leaves in the workspace, which holds one
   // batch.

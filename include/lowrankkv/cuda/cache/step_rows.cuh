@@ -31,20 +31,21 @@ void for_each_batch(const Layer& layer, std::span<const SequenceId> seqs, Functi
   }
 }
 
-/// @brief Checks that there are equally many query tokens for each sequence. Returns that number.
+/// @brief Checks that there are equally many query tokens for each sequence. Returns that number,
+/// which may be 0: then nothing is launched.
 /// @throws ShapeError, CapacityError
 template <class Layer>
 int check_attend(const Layer& layer, std::span<const SequenceId> seqs, const QueryView& query) {
   using ::lowrankkv::detail::fail;
   const CacheConfig& config = layer.config;
   const std::int64_t count = static_cast<std::int64_t>(seqs.size());
-  if (count == 0 || query.num_tokens == 0 || query.num_tokens % count != 0) {
+  if (count == 0 ? query.num_tokens != 0 : query.num_tokens % count != 0) {
     fail<ShapeError>("attend: ", query.num_tokens, " query tokens for ", count, " sequences");
   }
   if (count > config.max_sequences) {
     fail<CapacityError>("attend: ", count, " sequences, max_sequences ", config.max_sequences);
   }
-  const int m = static_cast<int>(query.num_tokens / count);
+  const int m = count == 0 ? 0 : static_cast<int>(query.num_tokens / count);
   if (m > config.max_query_tokens) {
     fail<ShapeError>("attend: ", m, " query tokens a sequence, max_query_tokens ",
                      config.max_query_tokens);
