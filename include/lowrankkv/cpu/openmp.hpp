@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cpu/openmp.hpp  OpenMP: an executor on the threads of OpenMP. Only where the compiler has
-/// OpenMP turned on (-fopenmp).
+/// OpenMP enabled (-fopenmp).
 #pragma once
 
 #include <cstdint>
