@@ -13,7 +13,6 @@
 #include "kv_store.hpp"
 #include "lowrankkv/io/safetensors.hpp"
 #include "model.hpp"
-#include "tokenizer.hpp"
 
 using namespace llama;
 
@@ -212,21 +211,4 @@ TEST_CASE("folders that cannot be used say why") {
   std::filesystem::remove(folder + "/model-00002-of-00002.safetensors");
   CHECK(error_of(folder).find(" is in none of 1 files") != std::string::npos);
   std::filesystem::remove_all(folder);
-
-  const auto tokenizer_error = [](const std::string& text) {
-    std::ofstream("wrong_tokenizer.json") << text;
-    std::string error = "loaded";
-    try {
-      Tokenizer tokenizer("wrong_tokenizer.json");
-    } catch (const std::exception& e) {
-      error = e.what();
-    }
-    std::filesystem::remove("wrong_tokenizer.json");
-    return error;
-  };
-  CHECK(tokenizer_error(R"({"model": {"type": "Unigram"}})") ==
-        "tokenizer: model of type Unigram, expected BPE");
-  CHECK(tokenizer_error(R"({"model": {"type": "BPE"}, "pre_tokenizer": {"type": "Metaspace"}})") ==
-        "tokenizer: pre_tokenizer of type Metaspace is not supported, expected Split or ByteLevel");
-  CHECK(tokenizer_error("{") != "loaded");
 }
