@@ -5,6 +5,7 @@
 #include <fstream>
 #include <iostream>
 #include <map>
+#include <new>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 
@@ -288,8 +289,7 @@ int main(int argc, char** argv) try {
     return 0;
   }
   if (prompt == "-") prompt.assign(std::istreambuf_iterator<char>(std::cin), {});
-  std::vector<std::int32_t> ids = engine.tokenizer.encode(prompt);
-  if (engine.model.config().bos >= 0) ids.insert(ids.begin(), engine.model.config().bos);
+  const std::vector<std::int32_t> ids = llama::encode_prompt(engine, prompt);
   auto contenders = options.contenders(engine, engine.model.config().max_positions,
                                        static_cast<std::int64_t>(ids.size()));
   sampling.seed = options.seed;
@@ -304,6 +304,9 @@ int main(int argc, char** argv) try {
     std::printf("\n");
   }
   return 0;
+} catch (const std::bad_alloc&) {
+  std::fprintf(stderr, "lowrankkv-llama: not enough memory\n");
+  return 1;
 } catch (const std::exception& error) {
   std::fprintf(stderr, "lowrankkv-llama: %s\n", error.what());
   return 1;
