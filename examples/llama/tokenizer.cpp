@@ -169,19 +169,13 @@ void check_byte_level(const JsonValue& node) {
   if (node.has("trim_offsets")) node.at("trim_offsets").flag();
 }
 
-// Whether the post-processor is one that adds nothing (ByteLevel), or a template of one BOS and the
-// text; `bos` becomes the id.
+// One post-processor: it adds nothing (ByteLevel), or it is a template of one BOS and the text;
+// `bos` becomes the id.
 void read_post_processor(const JsonValue& node, std::int32_t& bos) {
   const std::string type = node.at("type").text();
-  if (type == "Sequence") {
-    node.members({"type", "processors"});
-    for (std::size_t i = 0; i < node.at("processors").size(); ++i)
-      read_post_processor(node.at("processors").at(i), bos);
-    return;
-  }
   if (type == "ByteLevel") return check_byte_level(node);
   if (type != "TemplateProcessing")
-    node.at("type").fail("Sequence, ByteLevel or TemplateProcessing");
+    node.at("type").fail("ByteLevel or TemplateProcessing, or a Sequence of them");
   node.members({"type", "single", "pair", "special_tokens"});
   const JsonValue single = node.at("single");
   bool text_seen = false;
@@ -350,7 +344,11 @@ Tokenizer::Tokenizer(const std::string& path) {
   check_unknown(file.at("model"));
   if (file.has("post_processor")) {
     std::int32_t bos = -1;
-    read_post_processor(file.at("post_processor"), bos);
+    const JsonValue node = file.at("post_processor");
+    const bool sequence = node.at("type").text() == "Sequence";
+    if (sequence) node.members({"type", "processors"});
+    for (std::size_t i = 0; i < (sequence ? node.at("processors").size() : 1); ++i)
+      read_post_processor(sequence ? node.at("processors").at(i) : node, bos);
     if (bos >= vocabulary_size())
       file.at("post_processor").fail("a special token below " + std::to_string(vocabulary_size()));
     bos_ = bos;
@@ -528,24 +526,27 @@ void Tokenizer::encode_piece(std::string_view piece, std::vector<std::int32_t>& 
 }
 
 // Every step splits the pieces that the one before it left.
-void Tokenizer::encode_plain(std::string_view text, std::size_t step,
-                             std::vector<std::int32_t>& ids) const {
-  if (text.empty()) return;
-  if (step == splits_.size()) return encode_piece(text, ids);
-  for (std::size_t at = 0; at < text.size();) {
-    const auto [begin, end] = splits_[step].find(text, at);
-    encode_plain(text.substr(at, begin - at), step + 1, ids);
-    encode_plain(text.substr(begin, end - begin), step + 1, ids);
-    at = end;
+void Tokenizer::encode_plain(std::string_view text, std::vector<std::int32_t>& ids) const {
+  std::vector<std::string_view> pieces{text}, finer;
+  for (const Split& split : splits_) {
+    finer.clear();
+    for (const std::string_view piece : pieces) {
+      for (std::size_t at = 0; at < piece.size();) {
+        const auto [begin, end] = split.find(piece, at);
+        if (begin > at) finer.push_back(piece.substr(at, begin - at));
+        if (end > begin) finer.push_back(piece.substr(begin, end - begin));
+        at = end;
+      }
+    }
+    pieces.swap(finer);
   }
+  for (const std::string_view piece : pieces) encode_piece(piece, ids);
 }
 
-// Leftmost and longest tokens of a pass, each with the spaces that its flags give it; the next pass
-// goes through what is left.
-void Tokenizer::encode_added(std::string_view text, std::size_t pass,
-                             std::vector<std::int32_t>& ids) const {
-  if (pass == finders_.size()) return encode_plain(text, 0, ids);
-  const Finder& finder = finders_[pass];
+// Leftmost and longest tokens of a text, each with the spaces that its flags give it.
+std::vector<Tokenizer::Segment> Tokenizer::find_added(std::string_view text,
+                                                      const Finder& finder) const {
+  std::vector<Segment> segments;
   std::size_t done = 0;
   for (std::size_t at = 0; at < text.size();) {
     const std::size_t index = finder.longest(text, at);
@@ -561,16 +562,29 @@ void Tokenizer::encode_added(std::string_view text, std::size_t pass,
       continue;
     if (token.lstrip && begin > done) begin -= spaces_before(text.substr(done, begin - done));
     if (token.rstrip) end += spaces_after(text.substr(end));
-    if (begin > done) encode_added(text.substr(done, begin - done), pass + 1, ids);
-    ids.push_back(token.id);
+    if (begin > done) segments.push_back({text.substr(done, begin - done), -1});
+    segments.push_back({{}, token.id});
     done = end;
   }
-  if (done < text.size()) encode_added(text.substr(done), pass + 1, ids);
+  if (done < text.size()) segments.push_back({text.substr(done), -1});
+  return segments;
 }
 
 std::vector<std::int32_t> Tokenizer::encode(std::string_view text) const {
   std::vector<std::int32_t> ids;
-  encode_added(text, 0, ids);
+  if (text.empty()) return ids;
+  for (const Segment& outer : find_added(text, finders_[0])) {
+    if (outer.id >= 0) {
+      ids.push_back(outer.id);
+      continue;
+    }
+    for (const Segment& inner : find_added(outer.text, finders_[1])) {
+      if (inner.id >= 0)
+        ids.push_back(inner.id);
+      else
+        encode_plain(inner.text, ids);
+    }
+  }
   return ids;
 }
 

@@ -43,14 +43,18 @@ class Tokenizer {
   struct Split;   // a step of the pre-tokenizer
   struct Added;   // an added token and its flags
   struct Finder;  // finds added tokens in a text
+  struct Segment {
+    std::string_view text;
+    std::int32_t id;  // of an added token; -1: text
+  };
 
   void read_added(const JsonValue& file);
   void read_vocabulary(const JsonValue& model);
   void read_merges(const JsonValue& model);
   void check_unknown(const JsonValue& model) const;
   void encode_piece(std::string_view piece, std::vector<std::int32_t>& ids) const;
-  void encode_plain(std::string_view text, std::size_t step, std::vector<std::int32_t>& ids) const;
-  void encode_added(std::string_view text, std::size_t pass, std::vector<std::int32_t>& ids) const;
+  void encode_plain(std::string_view text, std::vector<std::int32_t>& ids) const;
+  std::vector<Segment> find_added(std::string_view text, const Finder& finder) const;
 
   std::vector<Split> splits_;
   std::vector<Added> added_;

@@ -178,8 +178,8 @@ TEST_CASE("the post-processor says which token a text begins with") {
   CHECK(starts(error_of(json), "tokenizers_test.json: post_processor.single[2] is "));
   json["post_processor"] = {{"type", "BertProcessing"}};
   CHECK(error_of(json) ==
-        "tokenizers_test.json: post_processor.type is \"BertProcessing\", expected Sequence, "
-        "ByteLevel or TemplateProcessing");
+        "tokenizers_test.json: post_processor.type is \"BertProcessing\", expected ByteLevel or "
+        "TemplateProcessing, or a Sequence of them");
 }
 
 TEST_CASE("what is wrong or not supported is named: file, field, value") {
