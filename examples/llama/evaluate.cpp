@@ -6,11 +6,12 @@
 #include <chrono>
 #include <cmath>
 #include <fstream>
-#include <nlohmann/json.hpp>
+#include <cstdint>
 #include <random>
 #include <sstream>
 #include <stdexcept>
 
+#include "json_file.hpp"
 #include "lowrankkv/calibrate/bundle.hpp"
 #include "lowrankkv/calibrate/weights.hpp"
 #include "progress.hpp"
@@ -83,7 +84,16 @@ double Row::mean_exact_match() const {
 Engine::Engine(const std::string& folder, int num_threads)
     : threads(std::make_shared<lowrankkv::cpu::ThreadPool>(num_threads)),
       tokenizer(folder + "/tokenizer.json"),
-      model(folder, threads) {}
+      model(folder, threads) {
+  const std::int32_t bos = model.config().bos;
+  if (!tokenizer.bos()) return;
+  if (*tokenizer.bos() >= 0 && bos >= 0 && *tokenizer.bos() != bos) {
+    throw std::runtime_error("tokenizer.json: post_processor puts id " +
+                             std::to_string(*tokenizer.bos()) +
+                             " before a text, config.json: bos_token_id is " + std::to_string(bos));
+  }
+  model.begin_with(*tokenizer.bos());
+}
 
 std::vector<Contender> make_contenders(const Engine& engine, const std::vector<std::string>& names,
                                        const std::vector<double>& ratios, MethodOptions options,
@@ -120,6 +130,15 @@ std::string read_text(const std::string& path) {
   std::ostringstream text;
   text << stream.rdbuf();
   return text.str();
+}
+
+std::vector<std::int32_t> encode_prompt(const Engine& engine, std::string_view text) {
+  const std::int32_t bos = engine.model.config().bos;
+  Ids ids = engine.tokenizer.encode(text);
+  if (bos >= 0 && (ids.empty() || ids.front() != bos)) ids.insert(ids.begin(), bos);
+  if (ids.empty())
+    throw std::runtime_error("prompt: 0 tokens, and the model has no bos; at least 1 is needed");
+  return ids;
 }
 
 std::vector<std::int32_t> encode_documents(const Engine& engine, const std::string& text) {
@@ -372,33 +391,80 @@ void measure_bits_per_byte(const Engine& engine, std::vector<Contender>& contend
     contenders[c].row.bits_per_byte[name] = nats[c] / std::log(2.0) / static_cast<double>(bytes);
 }
 
+namespace {
+
+/// One row of an evaluation set's .json, and its prompt from the .bin.
+Sample read_sample(const JsonValue& row, const std::string& raw) {
+  const auto tokens_in_file = static_cast<std::int64_t>(raw.size() / 2);
+  const std::int64_t offset = row.at("offset").integer(0, tokens_in_file);
+  // Of the prompt's tokens one at least is compressed, and one at least is read behind that.
+  const std::int64_t tokens = row.at("num_tokens").integer(2, INT32_MAX);
+  if (tokens > tokens_in_file - offset) {
+    throw std::runtime_error("evaluation set: a sample lies at tokens " + std::to_string(offset) +
+                             " to " + std::to_string(offset + tokens) + ", the file has " +
+                             std::to_string(tokens_in_file));
+  }
+  Sample sample{row.at("task").text(), {}, {}};
+  const JsonValue answer = row.at("answer_ids");
+  if (answer.size() == 0) answer.fail("one id at least");
+  for (std::size_t i = 0; i < answer.size(); ++i)
+    sample.answer.push_back(static_cast<std::int32_t>(answer.at(i).integer(0, INT32_MAX)));
+  for (std::size_t i = 0; i < static_cast<std::size_t>(tokens); ++i) {
+    const std::size_t at = 2 * (static_cast<std::size_t>(offset) + i);
+    const auto low = static_cast<unsigned char>(raw[at]);
+    const auto high = static_cast<unsigned char>(raw[at + 1]);
+    sample.prompt.push_back(low | high << 8);
+  }
+  return sample;
+}
+
+/// What measure_retrieval needs of a sample, which may be one that nobody loaded from a file.
+void check_sample(const Sample& sample, const Config& config, std::size_t index) {
+  const auto fail = [&](const std::string& what) {
+    throw std::runtime_error("evaluation set: sample " + std::to_string(index) + " of task " +
+                             sample.task + ": " + what);
+  };
+  if (sample.prompt.size() < 2)
+    fail("a prompt of " + std::to_string(sample.prompt.size()) + " tokens, at least 2 expected");
+  if (sample.answer.empty()) fail("an answer of 0 tokens, at least 1 expected");
+  for (const Ids* ids : {&sample.prompt, &sample.answer}) {
+    for (const std::int32_t id : *ids) {
+      if (id < 0 || id >= config.vocabulary_size)
+        fail((ids == &sample.prompt ? "prompt has id " : "answer has id ") + std::to_string(id) +
+             ", vocabulary has " + std::to_string(config.vocabulary_size));
+    }
+  }
+  const std::size_t positions = sample.prompt.size() + sample.answer.size() - 1;
+  if (positions > static_cast<std::size_t>(config.max_positions))
+    fail(std::to_string(positions) + " positions, the model has " +
+         std::to_string(config.max_positions));
+}
+
+}  // namespace
+
 std::vector<Sample> load_samples(const std::string& prefix, const std::vector<std::string>& tasks,
                                  int per_task) {
-  std::ifstream text(prefix + ".json");
   std::ifstream data(prefix + ".bin", std::ios::binary);
-  if (!text || !data)
+  if (!data || !std::ifstream(prefix + ".json"))
     throw std::runtime_error("evaluation set: cannot open " + prefix + ".json and .bin");
   const std::string raw((std::istreambuf_iterator<char>(data)), std::istreambuf_iterator<char>());
+  if (raw.size() % 2 != 0)
+    throw std::runtime_error("evaluation set: " + prefix + ".bin has " +
+                             std::to_string(raw.size()) + " bytes, expected 2 a token");
+  const std::string name = file_name(prefix) + ".json";
+  const nlohmann::json json = read_json(prefix + ".json", name);
+  const JsonValue rows(name, json);
   std::vector<Sample> samples;
   std::map<std::string, int> count;
-  for (const auto& row : nlohmann::json::parse(text)) {
-    const std::string task = row.at("task");
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const std::string task = rows.at(i).at("task").text();
     if (!tasks.empty() && std::find(tasks.begin(), tasks.end(), task) == tasks.end()) continue;
-    if (count[task]++ >= per_task) continue;
-    const std::size_t offset = row.at("offset");
-    const std::size_t tokens = row.at("num_tokens");
-    if (raw.size() / 2 < tokens || offset > raw.size() / 2 - tokens) {
-      throw std::runtime_error("evaluation set: a sample lies at tokens " + std::to_string(offset) +
-                               " to " + std::to_string(offset + tokens) + ", the file has " +
-                               std::to_string(raw.size() / 2));
-    }
-    Sample sample{task, {}, row.at("answer_ids")};
-    for (std::size_t i = 0; i < tokens; ++i) {
-      const auto low = static_cast<unsigned char>(raw[2 * (offset + i)]);
-      const auto high = static_cast<unsigned char>(raw[2 * (offset + i) + 1]);
-      sample.prompt.push_back(low | high << 8);
-    }
-    samples.push_back(std::move(sample));
+    if (count[task]++ < per_task) samples.push_back(read_sample(rows.at(i), raw));
+  }
+  for (const std::string& task : tasks) {
+    if (!count.contains(task))
+      throw std::runtime_error("evaluation set: " + name + " has 0 samples of task " + task +
+                               " among " + std::to_string(rows.size()));
   }
   if (samples.empty())
     throw std::runtime_error("evaluation set: no sample of the tasks asked for in " + prefix);
@@ -408,6 +474,11 @@ std::vector<Sample> load_samples(const std::string& prefix, const std::vector<st
 void measure_retrieval(const Engine& engine, std::vector<Contender>& contenders,
                        const std::string& set, const std::vector<Sample>& samples, int tail) {
   const int vocabulary = engine.model.config().vocabulary_size;
+  if (tail < 1)
+    throw std::runtime_error("retrieval: a tail of " + std::to_string(tail) +
+                             " tokens, at least 1 expected");
+  for (std::size_t i = 0; i < samples.size(); ++i)
+    check_sample(samples[i], engine.model.config(), i);
   for (Contender& contender : contenders)
     contender.row.outcomes.clear(), contender.row.retrieval_set = set;
   Progress progress("retrieval", static_cast<std::int64_t>(samples.size()));
@@ -452,6 +523,7 @@ void measure_retrieval(const Engine& engine, std::vector<Contender>& contenders,
 
 void measure_speed(const Engine& engine, std::vector<Contender>& contenders, const Ids& prompt,
                    int decode_tokens, int rounds) {
+  if (prompt.empty()) throw std::runtime_error("speed: a prompt of 0 tokens, at least 1 is needed");
   std::vector<std::vector<double>> prefill_seconds(contenders.size()),
       decode_seconds(contenders.size());
   Progress progress("speed", static_cast<std::int64_t>(contenders.size()) * rounds);
@@ -483,6 +555,8 @@ void measure_speed(const Engine& engine, std::vector<Contender>& contenders, con
 Ids generate(const Engine& engine, KvStore& store, const Ids& prompt, int max_tokens,
              const Sampling& sampling, const std::function<void(std::int32_t)>& on_token) {
   const Config& config = engine.model.config();
+  if (prompt.empty())
+    throw std::runtime_error("generate: a prompt of 0 tokens, at least 1 is needed");
   std::mt19937_64 random(sampling.seed);
   store.create(kSequence);
   std::vector<float> hidden = prefill(engine, store, kSequence, prompt);

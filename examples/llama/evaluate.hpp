@@ -8,6 +8,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "kv_store.hpp"
@@ -16,7 +17,9 @@
 
 namespace llama {
 
-/// A model, its tokenizer and the threads both work on.
+/// A model, its tokenizer and the threads both work on. Texts begin with the BOS that the
+/// tokenizer's post-processor puts there, or with none if it puts none; where the file has no
+/// post-processor, with config.json's.
 struct Engine {
   Engine(const std::string& folder, int num_threads);
   std::shared_ptr<lowrankkv::cpu::ThreadPool> threads;
@@ -56,6 +59,9 @@ std::vector<Contender> make_contenders(const Engine& engine, const std::vector<s
                                        const std::vector<double>& ratios, MethodOptions options,
                                        std::int64_t max_tokens, const Calibration& calibration);
 
+/// A prompt's ids: BOS once, whether the text has it or not, and the text. Throws if there is no
+/// token.
+std::vector<std::int32_t> encode_prompt(const Engine& engine, std::string_view text);
 /// Text to ids; the separator of documents (the byte 0x1e and a newline) becomes the BOS token.
 std::vector<std::int32_t> encode_documents(const Engine& engine, const std::string& text);
 std::string read_text(const std::string& path);

@@ -5,6 +5,7 @@
 #include <fstream>
 #include <iostream>
 #include <map>
+#include <new>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 
@@ -291,8 +292,7 @@ int main(int argc, char** argv) try {
     return 0;
   }
   if (prompt == "-") prompt.assign(std::istreambuf_iterator<char>(std::cin), {});
-  std::vector<std::int32_t> ids = engine.tokenizer.encode(prompt);
-  if (engine.model.config().bos >= 0) ids.insert(ids.begin(), engine.model.config().bos);
+  const std::vector<std::int32_t> ids = llama::encode_prompt(engine, prompt);
   const std::int64_t most_tokens = engine.model.config().max_positions;
   auto contenders = options.contenders(
       engine, most_tokens,
@@ -309,6 +309,9 @@ int main(int argc, char** argv) try {
     std::printf("\n");
   }
   return 0;
+} catch (const std::bad_alloc&) {
+  std::fprintf(stderr, "lowrankkv-llama: not enough memory\n");
+  return 1;
 } catch (const std::exception& error) {
   std::fprintf(stderr, "lowrankkv-llama: %s\n", error.what());
   return 1;

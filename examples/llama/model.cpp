@@ -4,11 +4,14 @@
 #include <Eigen/Core>
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <filesystem>
-#include <fstream>
-#include <nlohmann/json.hpp>
+#include <limits>
+#include <map>
+#include <sstream>
 #include <stdexcept>
 
+#include "json_file.hpp"
 #include "lowrankkv/core/rope.hpp"
 #include "lowrankkv/io/safetensors.hpp"
 
@@ -27,119 +30,314 @@ void rms_norm(const float* in, std::int64_t rows, int width, const std::vector<f
   }
 }
 
-void positive(const char* name, int value) {
-  if (value < 1)
-    throw std::runtime_error(std::string("config.json: ") + name + " is " + std::to_string(value) +
-                             ", must be at least 1");
+// Counts of a configuration: large enough for every model, small enough that products fit.
+constexpr std::int64_t kMostFeatures = std::int64_t{1} << 24;
+constexpr std::int64_t kMostHeads = std::int64_t{1} << 14;
+constexpr std::int64_t kMostIds = std::numeric_limits<std::int32_t>::max();
+
+int count_of(const JsonValue& file, const char* field, std::int64_t most) {
+  return static_cast<int>(file.at(field).integer(1, most));
 }
+
+bool flag_of(const JsonValue& file, const char* field) {
+  return file.has(field) && file.at(field).flag();
+}
+
+void check_architecture(const JsonValue& file) {
+  if (file.has("model_type") && file.at("model_type").text() != "llama")
+    file.at("model_type").fail("llama");
+  const bool named = file.has("architectures") && file.at("architectures").size() > 0;
+  if (!named && !file.has("model_type")) file.at("model_type").fail("llama");
+  for (std::size_t i = 0; named && i < file.at("architectures").size(); ++i) {
+    const JsonValue entry = file.at("architectures").at(i);
+    if (entry.text() != "LlamaForCausalLM") entry.fail("LlamaForCausalLM");
+  }
+  if (file.has("hidden_act") && file.at("hidden_act").text() != "silu")
+    file.at("hidden_act").fail("silu");
+  if (file.has("quantization_config"))
+    file.at("quantization_config").fail("none; weights must be F32, F64, F16 or BF16");
+}
+
+std::string rope_type(const JsonValue& rope) {
+  for (const char* key : {"rope_type", "type"}) {
+    if (rope.has(key)) return rope.at(key).text();
+  }
+  return "default";
+}
+
+// Both members may stand in a file (rope_scaling for older readers); then they must say the same.
+void check_ropes_agree(const JsonValue& parameters, const JsonValue& scaling) {
+  if (rope_type(scaling) != rope_type(parameters)) {
+    throw std::runtime_error(scaling.file() + ": rope_scaling is of type " + rope_type(scaling) +
+                             ", rope_parameters of type " + rope_type(parameters) +
+                             ", the same is expected");
+  }
+  for (const auto& [key, value] : scaling.object().items()) {
+    if (key == "rope_type" || key == "type" || value.is_null()) continue;
+    if (!parameters.has(key)) scaling.at(key).fail("the same in rope_parameters, which has none");
+    if (parameters.at(key).json() != value)
+      scaling.at(key).fail(parameters.at(key).json().dump() + " as in rope_parameters");
+  }
+}
+
+std::vector<double> frequencies_of(const JsonValue& file, int head_dim) {
+  const nlohmann::json none = nlohmann::json::object();
+  const bool both = file.has("rope_parameters") && file.has("rope_scaling");
+  if (both) check_ropes_agree(file.at("rope_parameters"), file.at("rope_scaling"));
+  const JsonValue rope = file.has("rope_parameters") ? file.at("rope_parameters")
+                         : file.has("rope_scaling")  ? file.at("rope_scaling")
+                                                     : JsonValue(file.file(), none);
+  double theta = 10000.0;
+  if (file.has("rope_theta")) theta = file.at("rope_theta").positive();
+  if (rope.has("rope_theta")) {
+    if (file.has("rope_theta") && rope.at("rope_theta").positive() != theta)
+      rope.at("rope_theta").fail(file.at("rope_theta").json().dump() + " as in rope_theta");
+    theta = rope.at("rope_theta").positive();
+  }
+  if (rope.has("partial_rotary_factor") && rope.at("partial_rotary_factor").positive() != 1.0)
+    rope.at("partial_rotary_factor").fail("1");
+  std::vector<double> frequencies = lowrankkv::rope_frequencies(head_dim, theta);
+  const std::string type = rope_type(rope);
+  if (type == "llama3") {
+    const auto number = [&](const char* key) {
+      return static_cast<float>(rope.at(key).positive());
+    };
+    const float low = number("low_freq_factor");
+    const float high = number("high_freq_factor");
+    if (high <= low)
+      rope.at("high_freq_factor").fail("more than the low_freq_factor of " + std::to_string(low));
+    lowrankkv::scale_frequencies(
+        frequencies, {number("factor"), low, high, number("original_max_position_embeddings")});
+  } else if (type == "linear") {
+    for (double& frequency : frequencies) frequency /= rope.at("factor").positive();
+  } else if (type != "default") {
+    throw std::runtime_error(file.file() + ": rope type " + type +
+                             " is not supported, expected default, linear or llama3");
+  }
+  return frequencies;
+}
+
+// The weight files of a folder: which to read, and in which of them the index puts a tensor.
+struct WeightFiles {
+  std::vector<std::string> names;             // without the folder
+  std::map<std::string, std::string> places;  // tensor to file; empty: one file
+};
+
+template <class... Parts>
+[[noreturn]] void refuse(const Parts&... parts) {
+  std::ostringstream message;
+  (message << "model: " << ... << parts);
+  throw std::runtime_error(message.str());
+}
+std::string path_in(const std::string& folder, const std::string& name) {
+  return folder + "/" + name;
+}
+
+constexpr const char* kIndex = "model.safetensors.index.json";
+constexpr const char* kSingle = "model.safetensors";
+
+WeightFiles indexed_files(const std::string& folder) {
+  const nlohmann::json json = read_json(folder + "/" + kIndex, kIndex);
+  const JsonValue map = JsonValue(kIndex, json).at("weight_map");
+  WeightFiles files;
+  for (const auto& [tensor, value] : map.object().items()) {
+    const JsonValue entry = map.at(tensor);
+    const std::string name = entry.text();
+    if (name.empty() || name != file_name(name)) entry.fail("the name of a file in " + folder);
+    if (!std::filesystem::is_regular_file(path_in(folder, name)))
+      entry.fail("a file that is in " + folder);
+    files.places[tensor] = name;
+    if (std::find(files.names.begin(), files.names.end(), name) == files.names.end())
+      files.names.push_back(name);
+  }
+  if (files.names.empty()) map.fail("one tensor at least");
+  return files;
+}
+
+// Which files of a folder hold its weights. Downloads that are not complete and adapters are
+// refused; other weight files are named in a warning.
+WeightFiles weight_files(const std::string& folder) {
+  std::vector<std::string> present;
+  for (const auto& entry : std::filesystem::directory_iterator(folder))
+    present.push_back(entry.path().filename().string());
+  std::sort(present.begin(), present.end());
+  bool indexed = false, single = false;
+  std::vector<std::string> weights;
+  for (const std::string& name : present) {
+    const std::string extension = std::filesystem::path(name).extension().string();
+    if (extension == ".incomplete" || extension == ".part")
+      refuse(path_in(folder, name), " is an unfinished download, expected complete files alone");
+    if (name == "adapter_config.json")
+      refuse(path_in(folder, name), " says that this is an adapter, expected a whole model");
+    indexed = indexed || name == kIndex;
+    single = single || name == kSingle;
+    if (extension == ".safetensors" || extension == ".gguf" || extension == ".pth" ||
+        extension == ".pt" || (extension == ".bin" && name.rfind("pytorch_model", 0) == 0))
+      weights.push_back(name);
+  }
+  WeightFiles files;
+  if (indexed)
+    files = indexed_files(folder);
+  else if (single)
+    files.names = {kSingle};
+  std::string others;
+  for (const std::string& name : weights) {
+    if (std::find(files.names.begin(), files.names.end(), name) == files.names.end())
+      others.append(others.empty() ? "" : ", ").append(name);
+  }
+  if (files.names.empty()) {
+    refuse("neither ", kIndex, " nor ", kSingle, " in ", folder,
+           "; weight files there: ", others.empty() ? "none" : others);
+  }
+  if (!others.empty())
+    std::fprintf(stderr, "warning: %s: weights are those of %s; not read: %s\n", folder.c_str(),
+                 indexed ? kIndex : kSingle, others.c_str());
+  return files;
+}
+
+// The tensors of a model's files; each is asked for once, and none may be left.
+class Weights {
+ public:
+  explicit Weights(const std::string& folder) : files_(weight_files(folder)) {
+    for (const std::string& name : files_.names) {
+      contents_.emplace(name, lowrankkv::io::Safetensors::read(path_in(folder, name)));
+      for (const auto& [tensor, info] : contents_.at(name).tensors()) left_[tensor] = name;
+    }
+    for (const auto& [tensor, name] : files_.places) {
+      if (!contents_.at(name).contains(tensor))
+        refuse("tensor ", tensor, " is not in ", name, ", where ", kIndex, " puts it");
+      left_[tensor] = name;
+    }
+  }
+  bool contains(const std::string& name) const { return left_.contains(name); }
+  std::vector<float> take(const std::string& name, const std::vector<std::int64_t>& shape) {
+    const auto entry = left_.find(name);
+    if (entry == left_.end())
+      throw std::runtime_error("model: tensor " + name + " is in none of " +
+                               std::to_string(contents_.size()) + " files");
+    const std::string file = entry->second;
+    left_.erase(entry);
+    return contents_.at(file).values<float>(name, shape);
+  }
+  Linear linear(const std::string& name, int in, int out, bool bias, const char* announced) {
+    if (contains(name + ".bias") != bias) {
+      throw std::runtime_error(
+          "model: tensor " + name + ".bias is " +
+          (bias ? "in no file, but config.json: " : "there, but config.json: ") + announced +
+          " is " + (bias ? "true" : "not true"));
+    }
+    Linear result{in, out, take(name + ".weight", {out, in}), {}};
+    if (bias) result.bias = take(name + ".bias", {out});
+    return result;
+  }
+  // Tensors that nothing asked for would change the model's answers. Older files carry the rotary
+  // frequencies, which follow from the configuration.
+  void check_all_taken(int num_layers) const {
+    for (const auto& [tensor, file] : left_) {
+      if (tensor.ends_with(".rotary_emb.inv_freq")) continue;
+      refuse("tensor ", tensor, " in ", file, " has no place in a Llama model of ", num_layers,
+             " layers");
+    }
+  }
+
+ private:
+  WeightFiles files_;
+  std::map<std::string, lowrankkv::io::Safetensors> contents_;
+  std::map<std::string, std::string> left_;  // tensors nobody took yet, and their files
+};
 
 }  // namespace
 
 Config::Config(const std::string& path) {
-  std::ifstream stream(path);
-  if (!stream) throw std::runtime_error("config.json: cannot open " + path);
-  const nlohmann::json file = nlohmann::json::parse(stream);
-  if (file.value("model_type", "llama") != "llama")
-    throw std::runtime_error("config.json: model_type " + file.at("model_type").get<std::string>() +
-                             ", expected llama");
-  if (file.value("hidden_act", "silu") != "silu")
-    throw std::runtime_error("config.json: hidden_act " + file.at("hidden_act").get<std::string>() +
-                             ", expected silu");
-  hidden_size = file.at("hidden_size");
-  intermediate_size = file.at("intermediate_size");
-  num_layers = file.at("num_hidden_layers");
-  num_qo_heads = file.at("num_attention_heads");
-  num_kv_heads = file.contains("num_key_value_heads") && !file.at("num_key_value_heads").is_null()
-                     ? file.at("num_key_value_heads").get<int>()
-                     : num_qo_heads;
-  positive("hidden_size", hidden_size);
-  positive("intermediate_size", intermediate_size);
-  positive("num_hidden_layers", num_layers);
-  positive("num_attention_heads", num_qo_heads);
-  positive("num_key_value_heads", num_kv_heads);
-  head_dim = file.contains("head_dim") && !file.at("head_dim").is_null()
-                 ? file.at("head_dim").get<int>()
-                 : hidden_size / num_qo_heads;
-  positive("head_dim", head_dim);
-  vocabulary_size = file.at("vocab_size");
-  max_positions = file.value("max_position_embeddings", 2048);
-  rms_norm_eps = file.value("rms_norm_eps", 1e-5F);
-  if (file.contains("bos_token_id") && file.at("bos_token_id").is_number())
-    bos = file.at("bos_token_id");
-  if (file.contains("eos_token_id") && file.at("eos_token_id").is_number())
-    eos = {file.at("eos_token_id").get<std::int32_t>()};
-  if (file.contains("eos_token_id") && file.at("eos_token_id").is_array())
-    eos = file.at("eos_token_id").get<std::vector<std::int32_t>>();
-
-  nlohmann::json rope = nlohmann::json::object();
-  for (const char* key : {"rope_scaling", "rope_parameters"}) {
-    if (file.contains(key) && file.at(key).is_object()) rope.update(file.at(key));
+  const nlohmann::json json = read_json(path, "config.json");
+  const JsonValue file("config.json", json);
+  check_architecture(file);
+  hidden_size = count_of(file, "hidden_size", kMostFeatures);
+  intermediate_size = count_of(file, "intermediate_size", kMostFeatures);
+  num_layers = count_of(file, "num_hidden_layers", kMostFeatures);
+  num_qo_heads = count_of(file, "num_attention_heads", kMostHeads);
+  num_kv_heads = file.has("num_key_value_heads") ? count_of(file, "num_key_value_heads", kMostHeads)
+                                                 : num_qo_heads;
+  if (num_qo_heads % num_kv_heads != 0)
+    file.at("num_key_value_heads")
+        .fail("a divisor of num_attention_heads, " + std::to_string(num_qo_heads));
+  if (file.has("head_dim")) {
+    head_dim = count_of(file, "head_dim", kMostHeads);
+  } else {
+    if (hidden_size % num_qo_heads != 0)
+      file.at("hidden_size")
+          .fail("a multiple of num_attention_heads, " + std::to_string(num_qo_heads) +
+                ", where there is no head_dim");
+    head_dim = hidden_size / num_qo_heads;
   }
-  rope_frequencies = lowrankkv::rope_frequencies(
-      head_dim, rope.value("rope_theta", file.value("rope_theta", 10000.0)));
-  const std::string type = rope.value("rope_type", rope.value("type", "default"));
-  if (type == "llama3") {
-    lowrankkv::scale_frequencies(rope_frequencies, {rope.at("factor"), rope.at("low_freq_factor"),
-                                                    rope.at("high_freq_factor"),
-                                                    rope.at("original_max_position_embeddings")});
-  } else if (type == "linear") {
-    for (double& frequency : rope_frequencies) frequency /= rope.at("factor").get<double>();
-  } else if (type != "default") {
-    throw std::runtime_error("config.json: rope type " + type +
-                             " is not supported, expected default, linear or llama3");
+  if (head_dim % 2 != 0)
+    throw std::runtime_error("config.json: head_dim is " + std::to_string(head_dim) +
+                             ", expected an even number");
+  vocabulary_size = count_of(file, "vocab_size", kMostFeatures);
+  if (file.has("max_position_embeddings"))
+    max_positions = count_of(file, "max_position_embeddings", kMostIds);
+  rms_norm_eps = static_cast<float>(file.at("rms_norm_eps").positive());
+  tied_head = flag_of(file, "tie_word_embeddings");
+  attention_bias = flag_of(file, "attention_bias");
+  mlp_bias = flag_of(file, "mlp_bias");
+  if (file.has("bos_token_id"))
+    bos = static_cast<std::int32_t>(file.at("bos_token_id").integer(0, vocabulary_size - 1));
+  if (file.has("eos_token_id")) {
+    const JsonValue entry = file.at("eos_token_id");
+    const bool list = entry.json().is_array();
+    for (std::size_t i = 0; i < (list ? entry.size() : 1); ++i)
+      eos.push_back(
+          static_cast<std::int32_t>((list ? entry.at(i) : entry).integer(0, vocabulary_size - 1)));
   }
+  rope_frequencies = frequencies_of(file, head_dim);
 }
 
 Model::Model(const std::string& folder, std::shared_ptr<lowrankkv::cpu::ThreadPool> threads)
     : config_(folder + "/config.json"), threads_(std::move(threads)) {
-  namespace io = lowrankkv::io;
-  std::vector<std::string> paths;
-  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
-    if (entry.path().extension() == ".safetensors") paths.push_back(entry.path().string());
-  }
-  if (paths.empty()) throw std::runtime_error("model: no *.safetensors in " + folder);
-  std::sort(paths.begin(), paths.end());
-  std::vector<io::Safetensors> files;
-  for (const std::string& path : paths) files.push_back(io::Safetensors::read(path));
-  const auto find = [&](const std::string& name) -> const io::Safetensors* {
-    for (const io::Safetensors& file : files) {
-      if (file.contains(name)) return &file;
-    }
-    return nullptr;
-  };
-  const auto tensor = [&](const std::string& name, const std::vector<std::int64_t>& shape) {
-    const io::Safetensors* file = find(name);
-    if (file == nullptr)
-      throw std::runtime_error("model: tensor " + name + " is in none of " +
-                               std::to_string(files.size()) + " files");
-    return file->values<float>(name, shape);
-  };
-  const auto linear = [&](const std::string& name, int in, int out) {
-    Linear result{in, out, tensor(name + ".weight", {out, in}), {}};
-    if (find(name + ".bias") != nullptr) result.bias = tensor(name + ".bias", {out});
-    return result;
-  };
+  Weights weights(folder);
   const int hidden = config_.hidden_size;
   const int query_width = config_.num_qo_heads * config_.head_dim;
   const int key_width = config_.num_kv_heads * config_.head_dim;
-  embedding_ = tensor("model.embed_tokens.weight", {config_.vocabulary_size, hidden});
-  final_norm_ = tensor("model.norm.weight", {hidden});
-  tied_ = find("lm_head.weight") == nullptr;
-  if (!tied_) head_ = linear("lm_head", hidden, config_.vocabulary_size);
+  embedding_ = weights.take("model.embed_tokens.weight", {config_.vocabulary_size, hidden});
+  final_norm_ = weights.take("model.norm.weight", {hidden});
+  tied_ = config_.tied_head;
+  if (!tied_ && !weights.contains("lm_head.weight")) {
+    throw std::runtime_error(
+        "model: tensor lm_head.weight is in no file, but config.json: tie_word_embeddings is not "
+        "true");
+  }
+  if (tied_ && weights.contains("lm_head.weight") &&
+      weights.take("lm_head.weight", {config_.vocabulary_size, hidden}) != embedding_) {
+    throw std::runtime_error(
+        "model: tensor lm_head.weight differs from model.embed_tokens.weight, but config.json: "
+        "tie_word_embeddings is true");
+  }
+  if (!tied_)
+    head_ = {hidden,
+             config_.vocabulary_size,
+             weights.take("lm_head.weight", {config_.vocabulary_size, hidden}),
+             {}};
+  const auto attention = [&](const std::string& name, int in, int out) {
+    return weights.linear(name, in, out, config_.attention_bias, "attention_bias");
+  };
+  const auto mlp = [&](const std::string& name, int in, int out) {
+    return weights.linear(name, in, out, config_.mlp_bias, "mlp_bias");
+  };
   for (int i = 0; i < config_.num_layers; ++i) {
     const std::string prefix = "model.layers." + std::to_string(i) + ".";
     Layer layer;
-    layer.attention_norm = tensor(prefix + "input_layernorm.weight", {hidden});
-    layer.mlp_norm = tensor(prefix + "post_attention_layernorm.weight", {hidden});
-    layer.query = linear(prefix + "self_attn.q_proj", hidden, query_width);
-    layer.key = linear(prefix + "self_attn.k_proj", hidden, key_width);
-    layer.value = linear(prefix + "self_attn.v_proj", hidden, key_width);
-    layer.output = linear(prefix + "self_attn.o_proj", query_width, hidden);
-    layer.gate = linear(prefix + "mlp.gate_proj", hidden, config_.intermediate_size);
-    layer.up = linear(prefix + "mlp.up_proj", hidden, config_.intermediate_size);
-    layer.down = linear(prefix + "mlp.down_proj", config_.intermediate_size, hidden);
+    layer.attention_norm = weights.take(prefix + "input_layernorm.weight", {hidden});
+    layer.mlp_norm = weights.take(prefix + "post_attention_layernorm.weight", {hidden});
+    layer.query = attention(prefix + "self_attn.q_proj", hidden, query_width);
+    layer.key = attention(prefix + "self_attn.k_proj", hidden, key_width);
+    layer.value = attention(prefix + "self_attn.v_proj", hidden, key_width);
+    layer.output = attention(prefix + "self_attn.o_proj", query_width, hidden);
+    layer.gate = mlp(prefix + "mlp.gate_proj", hidden, config_.intermediate_size);
+    layer.up = mlp(prefix + "mlp.up_proj", hidden, config_.intermediate_size);
+    layer.down = mlp(prefix + "mlp.down_proj", config_.intermediate_size, hidden);
     layers_.push_back(std::move(layer));
   }
+  weights.check_all_taken(config_.num_layers);
 }
 
 void Model::apply(const Linear& linear, const float* in, std::int64_t rows, float* out) const {
@@ -212,6 +410,7 @@ std::vector<float> Model::forward(const std::vector<std::int32_t>& tokens, std::
   const int query_width = config_.num_qo_heads * config_.head_dim;
   const int key_width = config_.num_kv_heads * config_.head_dim;
   const int half = config_.head_dim / 2;
+  if (n == 0) throw std::runtime_error("forward: 0 tokens, at least 1 is expected");
   if (first + n > config_.max_positions) {
     throw std::runtime_error("forward: positions up to " + std::to_string(first + n) +
                              ", the model has " + std::to_string(config_.max_positions));

@@ -16,6 +16,7 @@
 
 namespace llama {
 
+/// What config.json says of a model.
 struct Config {
   int hidden_size = 0;
   int intermediate_size = 0;
@@ -24,9 +25,12 @@ struct Config {
   int num_kv_heads = 0;
   int head_dim = 0;
   int vocabulary_size = 0;
-  int max_positions = 0;
+  int max_positions = 2048;
   float rms_norm_eps = 1e-5F;
-  std::int32_t bos = -1;  // none
+  bool tied_head = false;       // the head is the embedding
+  bool attention_bias = false;  // of query, key, value and output projections
+  bool mlp_bias = false;        // of gate, up and down projections
+  std::int32_t bos = -1;        // none
   std::vector<std::int32_t> eos;
   std::vector<double> rope_frequencies;
 
@@ -62,14 +66,19 @@ using Attention = std::function<void(int layer, const Projected& rows, float* ou
 /// The residual stream [n, hidden_size] of the tokens behind a layer's attention.
 using StreamObserver = std::function<void(int layer, std::int64_t n, const float* rows)>;
 
+/// A model in memory.
 class Model {
  public:
-  /// Loads config.json and every *.safetensors of the folder.
+  /// Loads config.json and the weights of the folder: the files that model.safetensors.index.json
+  /// names, else model.safetensors. Throws std::runtime_error naming what is missing, what does not
+  /// fit the configuration and what has no place in it. Warns on stderr of other weight files.
   Model(const std::string& folder, std::shared_ptr<lowrankkv::cpu::ThreadPool> threads);
 
   /// Linear layers are computed by `products` from now on.
   void compute_with(std::shared_ptr<LinearProducts> products) { products_ = std::move(products); }
   const Config& config() const { return config_; }
+  /// Texts begin with `bos` from now on, -1 for nothing: what the tokenizer says, where it does.
+  void begin_with(std::int32_t bos) { config_.bos = bos; }
   const std::shared_ptr<lowrankkv::cpu::ThreadPool>& threads() const { return threads_; }
   /// The projections of a layer's attention, and the gain of the norm before it [hidden_size].
   const Linear& query_projection(int layer) const {

@@ -8,8 +8,10 @@
 #include <filesystem>
 #include <fstream>
 #include <map>
+#include <nlohmann/json.hpp>
 #include <random>
 
+#include "evaluate.hpp"
 #include "kv_store.hpp"
 #include "lowrankkv/io/safetensors.hpp"
 #include "model.hpp"
@@ -20,6 +22,10 @@ using namespace llama;
 namespace {
 
 using Matrix = Eigen::MatrixXd;
+
+const std::string kFirst = "model-00001-of-00002.safetensors";
+const std::string kSecond = "model-00002-of-00002.safetensors";
+const std::string kIndex = "model.safetensors.index.json";
 
 /// A random model of hidden size 24, 2 layers, 4 query heads, 2 KV heads of 6 channels, 40 tokens.
 struct TinyModel {
@@ -44,8 +50,11 @@ struct TinyModel {
       tensor(prefix + "self_attn.q_proj.weight", {24, 24}, 0.3);
       tensor(prefix + "self_attn.q_proj.bias", {24}, 0.3);
       tensor(prefix + "self_attn.k_proj.weight", {12, 24}, 0.3);
+      tensor(prefix + "self_attn.k_proj.bias", {12}, 0.3);
       tensor(prefix + "self_attn.v_proj.weight", {12, 24}, 0.3);
+      tensor(prefix + "self_attn.v_proj.bias", {12}, 0.3);
       tensor(prefix + "self_attn.o_proj.weight", {24, 24}, 0.3);
+      tensor(prefix + "self_attn.o_proj.bias", {24}, 0.3);
       tensor(prefix + "mlp.gate_proj.weight", {30, 24}, 0.3);
       tensor(prefix + "mlp.up_proj.weight", {30, 24}, 0.3);
       tensor(prefix + "mlp.down_proj.weight", {24, 30}, 0.3);
@@ -56,10 +65,20 @@ struct TinyModel {
     std::ofstream(folder + "/config.json") << config;
     lowrankkv::io::SafetensorsWriter files[2];
     int next = 0;
-    for (const auto& [name, tensor] : weights)
+    nlohmann::json map = nlohmann::json::object();
+    for (const auto& [name, tensor] : weights) {
+      map[name] = next % 2 == 0 ? kFirst : kSecond;
       files[next++ % 2].add(name, tensor.first, tensor.second);
-    files[0].write(folder + "/model-00001-of-00002.safetensors");
-    files[1].write(folder + "/model-00002-of-00002.safetensors");
+    }
+    files[0].write(folder + "/" + kFirst);
+    files[1].write(folder + "/" + kSecond);
+    std::ofstream(folder + "/" + kIndex) << nlohmann::json{{"weight_map", map}}.dump();
+  }
+  /// All weights in one file.
+  void write_single(const std::string& path) const {
+    lowrankkv::io::SafetensorsWriter file;
+    for (const auto& [name, tensor] : weights) file.add(name, tensor.first, tensor.second);
+    file.write(path);
   }
   Matrix matrix(const std::string& name) const {
     const auto& [shape, values] = weights.at(name);
@@ -90,7 +109,9 @@ struct TinyModel {
       Matrix q = h * matrix(prefix + "self_attn.q_proj.weight").transpose();
       q.rowwise() += matrix(prefix + "self_attn.q_proj.bias").col(0).transpose();
       Matrix k = h * matrix(prefix + "self_attn.k_proj.weight").transpose();
-      const Matrix v = h * matrix(prefix + "self_attn.v_proj.weight").transpose();
+      k.rowwise() += matrix(prefix + "self_attn.k_proj.bias").col(0).transpose();
+      Matrix v = h * matrix(prefix + "self_attn.v_proj.weight").transpose();
+      v.rowwise() += matrix(prefix + "self_attn.v_proj.bias").col(0).transpose();
       const auto rotate = [&](Matrix& rows, int heads) {
         for (Eigen::Index t = 0; t < n; ++t) {
           for (int head = 0; head < heads; ++head) {
@@ -117,6 +138,7 @@ struct TinyModel {
         }
       }
       x += attended * matrix(prefix + "self_attn.o_proj.weight").transpose();
+      x.rowwise() += matrix(prefix + "self_attn.o_proj.bias").col(0).transpose();
       const Matrix m = norm(x, matrix(prefix + "post_attention_layernorm.weight"));
       const Matrix gate = m * matrix(prefix + "mlp.gate_proj.weight").transpose();
       const Matrix up = m * matrix(prefix + "mlp.up_proj.weight").transpose();
@@ -132,7 +154,7 @@ struct TinyModel {
 
 const std::string kConfig =
     R"({"model_type": "llama", "hidden_size": 24, "intermediate_size": 30, "num_hidden_layers": 2, "num_attention_heads": 4,
- "num_key_value_heads": 2, "vocab_size": 40, "rope_theta": 100.0, "max_position_embeddings": 64)";
+ "num_key_value_heads": 2, "vocab_size": 40, "rope_theta": 100.0, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "attention_bias": true)";
 
 std::string error_of(const std::string& folder) {
   try {
@@ -154,7 +176,7 @@ TEST_CASE(
       const std::string folder = "tiny_model_test";
       tiny.write(
           folder,
-          kConfig +
+          kConfig + (separate ? "" : R"(, "tie_word_embeddings": true)") +
               (scaled
                    ? R"(, "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}})"
                    : "}"));
@@ -193,40 +215,215 @@ TEST_CASE("folders that cannot be used say why") {
   const TinyModel tiny(true);
   const std::string folder = "wrong_model_test";
   CHECK(error_of("no_such_folder").find("config.json: cannot open") == 0);
-  tiny.write(folder, kConfig + R"(, "hidden_act": "gelu"})");
-  CHECK(error_of(folder) == "config.json: hidden_act gelu, expected silu");
-  tiny.write(folder, kConfig + R"(, "rope_scaling": {"rope_type": "yarn"}})");
-  CHECK(error_of(folder) ==
+  const auto with = [&](const std::string& members) {
+    tiny.write(folder, kConfig + ", " + members + "}");
+    return error_of(folder);
+  };
+  CHECK(with(R"("hidden_act": "gelu")") == "config.json: hidden_act is \"gelu\", expected silu");
+  CHECK(with(R"("rope_scaling": {"rope_type": "yarn"})") ==
         "config.json: rope type yarn is not supported, expected default, linear or llama3");
-  tiny.write(folder, R"({"model_type": "gpt2"})");
-  CHECK(error_of(folder) == "config.json: model_type gpt2, expected llama");
-  tiny.write(folder, R"({"model_type": "llama", )");
-  CHECK(error_of(folder).find("parse error") != std::string::npos);
-  tiny.write(folder, kConfig + R"(, "head_dim": 8})");
-  CHECK(error_of(folder) ==
+  CHECK(with(R"("architectures": ["Qwen3ForCausalLM"])") ==
+        "config.json: architectures[0] is \"Qwen3ForCausalLM\", expected LlamaForCausalLM");
+  CHECK(with(R"("quantization_config": {"bits": 4})").find("config.json: quantization_config is") ==
+        0);
+  CHECK(with(R"("bos_token_id": 40)") ==
+        "config.json: bos_token_id is 40, expected an integer from 0 to 39");
+  CHECK(with(R"("eos_token_id": [1, "x"])") ==
+        "config.json: eos_token_id[1] is \"x\", expected an integer from 0 to 39");
+  CHECK(with(R"("tie_word_embeddings": "yes")") ==
+        "config.json: tie_word_embeddings is \"yes\", expected true or false");
+  CHECK(with(R"("head_dim": 8)") ==
         "safetensors: tensor model.layers.0.self_attn.q_proj.weight has shape [24, 24], expected "
         "[32, 24]");
-  tiny.write(folder, kConfig + "}");
-  std::filesystem::resize_file(folder + "/model-00002-of-00002.safetensors", 300);
-  CHECK(error_of(folder).find("safetensors: header of ") == 0);
-  std::filesystem::remove(folder + "/model-00002-of-00002.safetensors");
-  CHECK(error_of(folder).find(" is in none of 1 files") != std::string::npos);
-  std::filesystem::remove_all(folder);
-
-  const auto tokenizer_error = [](const std::string& text) {
-    std::ofstream("wrong_tokenizer.json") << text;
-    std::string error = "loaded";
-    try {
-      Tokenizer tokenizer("wrong_tokenizer.json");
-    } catch (const std::exception& e) {
-      error = e.what();
-    }
-    std::filesystem::remove("wrong_tokenizer.json");
-    return error;
+  CHECK(with(R"("head_dim": 5)") == "config.json: head_dim is 5, expected an even number");
+  const auto whole = [&](const std::string& text) {
+    tiny.write(folder, text);
+    return error_of(folder);
   };
-  CHECK(tokenizer_error(R"({"model": {"type": "Unigram"}})") ==
-        "tokenizer: model of type Unigram, expected BPE");
-  CHECK(tokenizer_error(R"({"model": {"type": "BPE"}, "pre_tokenizer": {"type": "Metaspace"}})") ==
-        "tokenizer: pre_tokenizer of type Metaspace is not supported, expected Split or ByteLevel");
-  CHECK(tokenizer_error("{") != "loaded");
+  CHECK(whole(R"({"model_type": "gpt2"})") ==
+        "config.json: model_type is \"gpt2\", expected llama");
+  CHECK(whole(R"({"architectures": ["Qwen3ForCausalLM"]})") ==
+        "config.json: architectures[0] is \"Qwen3ForCausalLM\", expected LlamaForCausalLM");
+  CHECK(whole("{}") == "config.json: model_type is missing, it must be there");
+  CHECK(whole("[]") == "config.json: the file is [], expected an object");
+  CHECK(whole(R"({"model_type": "llama", )") ==
+        "config.json: wrong_model_test/config.json is no JSON at byte 25, an object is expected");
+  CHECK(whole("").find("config.json: wrong_model_test/config.json has 0 bytes") == 0);
+  const auto replaced = [&](const std::string& from, const std::string& to) {
+    std::string text = kConfig + "}";
+    return whole(text.replace(text.find(from), from.size(), to));
+  };
+  CHECK(replaced(R"(, "rms_norm_eps": 1e-5)", "") ==
+        "config.json: rms_norm_eps is missing, it must be there");
+  CHECK(replaced(R"("rms_norm_eps": 1e-5)", R"("rms_norm_eps": 0)") ==
+        "config.json: rms_norm_eps is 0, expected a number above 0");
+  CHECK(replaced(R"("hidden_size": 24)", R"("hidden_size": 24.5)") ==
+        "config.json: hidden_size is 24.5, expected an integer from 1 to 16777216");
+  CHECK(replaced(R"("num_hidden_layers": 2)", R"("num_hidden_layers": 1)") ==
+        "model: tensor model.layers.1.input_layernorm.weight in model-00002-of-00002.safetensors "
+        "has no place in a Llama model of 1 layers");
+  CHECK(replaced(R"("num_key_value_heads": 2)", R"("num_key_value_heads": 3)") ==
+        "config.json: num_key_value_heads is 3, expected a divisor of num_attention_heads, 4");
+  std::filesystem::remove_all(folder);
+}
+
+TEST_CASE("the weights are those of the index, else of model.safetensors, and all must be there") {
+  const TinyModel tiny(true);
+  const std::string folder = "weights_test";
+  tiny.write(folder, kConfig + "}");
+  CHECK(error_of(folder) == "loaded");
+  std::filesystem::resize_file(folder + "/" + kSecond, 300);
+  CHECK(error_of(folder).find("safetensors: header of ") == 0);
+  std::filesystem::remove(folder + "/" + kSecond);
+  CHECK(error_of(folder).find(kIndex + ": weight_map.") == 0);
+  CHECK(error_of(folder).find(" is \"" + kSecond + "\", expected a file that is in weights_test") !=
+        std::string::npos);
+  // Without an index: model.safetensors, whatever else is there.
+  std::filesystem::remove(folder + "/" + kIndex);
+  CHECK(error_of(folder) ==
+        "model: neither model.safetensors.index.json nor model.safetensors in weights_test; weight "
+        "files there: " +
+            kFirst);
+  TinyModel stale = tiny;
+  for (float& value : stale.weights.at("lm_head.weight").second) value = 7.0F;
+  stale.write_single(folder + "/model-00001-of-00001.safetensors");
+  tiny.write_single(folder + "/model.safetensors");
+  const Model model(folder, std::make_shared<lowrankkv::cpu::ThreadPool>(1));
+  const std::vector<float> hidden(24, 1.0F);
+  CHECK(model.logits(hidden, 0, 1).front() ==
+        doctest::Approx(tiny.matrix("lm_head.weight").row(0).sum()).epsilon(1e-5));
+  for (const char* name : {"model.safetensors.incomplete", "x.part"}) {
+    std::ofstream(folder + "/" + name) << "x";
+    CHECK(error_of(folder) == "model: weights_test/" + std::string(name) +
+                                  " is an unfinished download, expected complete files alone");
+    std::filesystem::remove(folder + "/" + name);
+  }
+  std::ofstream(folder + "/adapter_config.json") << "{}";
+  CHECK(error_of(folder) ==
+        "model: weights_test/adapter_config.json says that this is an adapter, expected a whole "
+        "model");
+  std::filesystem::remove_all(folder);
+}
+
+TEST_CASE("heads and biases are as the configuration says") {
+  const std::string folder = "heads_test";
+  TinyModel tiny(false);
+  tiny.write(folder, kConfig + "}");
+  CHECK(error_of(folder) ==
+        "model: tensor lm_head.weight is in no file, but config.json: tie_word_embeddings is not "
+        "true");
+  TinyModel separate(true);
+  separate.write(folder, kConfig + R"(, "tie_word_embeddings": true})");
+  CHECK(error_of(folder) ==
+        "model: tensor lm_head.weight differs from model.embed_tokens.weight, but config.json: "
+        "tie_word_embeddings is true");
+  separate.write(folder, kConfig + R"(, "mlp_bias": true})");
+  CHECK(error_of(folder) ==
+        "model: tensor model.layers.0.mlp.gate_proj.bias is in no file, but config.json: mlp_bias "
+        "is true");
+  separate.write(folder, kConfig + R"(, "attention_bias": false})");
+  CHECK(error_of(folder) ==
+        "model: tensor model.layers.0.self_attn.q_proj.bias is there, but config.json: "
+        "attention_bias is not true");
+  separate.weights["lm_head.bias"] = {{40}, std::vector<float>(40, 1.0F)};
+  separate.write(folder, kConfig + "}");
+  CHECK(error_of(folder).find("model: tensor lm_head.bias in ") == 0);
+  std::filesystem::remove_all(folder);
+}
+
+TEST_CASE("rope_parameters and rope_scaling may stand together where they say the same") {
+  const std::string file = "rope_test.json";
+  const auto read = [&](const std::string& members) {
+    std::ofstream(file) << kConfig + ", " + members + "}";
+    return Config(file).rope_frequencies.back();
+  };
+  const double last = std::pow(100.0, -2.0 / 3.0);
+  CHECK(read(R"("rope_parameters": {"rope_theta": 100.0, "rope_type": "default"})") ==
+        doctest::Approx(last));
+  CHECK(read(R"("rope_scaling": {"type": "linear", "factor": 2.0})") == doctest::Approx(last / 2));
+  CHECK(read(R"("rope_scaling": {"type": "linear", "factor": 2},
+                "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100})") ==
+        doctest::Approx(last / 2));
+  CHECK_THROWS_WITH(read(R"("rope_scaling": {"type": "linear", "factor": 2.0},
+                            "rope_parameters": {"rope_type": "default"})"),
+                    "config.json: rope_scaling is of type linear, rope_parameters of type default, "
+                    "the same is expected");
+  CHECK_THROWS_WITH(read(R"("rope_scaling": {"type": "linear", "factor": 2.0},
+                            "rope_parameters": {"rope_type": "linear", "factor": 4.0})"),
+                    "config.json: rope_scaling.factor is 2.0, expected 4.0 as in rope_parameters");
+  CHECK_THROWS_WITH(read(R"("rope_parameters": {"rope_theta": 5.0})"),
+                    "config.json: rope_parameters.rope_theta is 5.0, expected 100.0 as in "
+                    "rope_theta");
+  CHECK_THROWS_WITH(read(R"("rope_scaling": {"type": "linear"})"),
+                    "config.json: rope_scaling.factor is missing, it must be there");
+  std::filesystem::remove(file);
+}
+
+TEST_CASE("prompts without a token, and samples that cannot be scored, are errors") {
+  const std::string folder = "prompts_test";
+  const TinyModel tiny(true);
+  tiny.write(folder, kConfig + R"(, "bos_token_id": null})");
+  const auto tokenizer = [&](const std::string& processor) {
+    std::ofstream(folder + "/tokenizer.json")
+        << R"({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": false},
+               "added_tokens": [{"id": 1, "content": "<s>", "special": true}],
+               "post_processor": )" +
+               processor + R"(, "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}})";
+  };
+  tokenizer("null");
+  const Engine engine(folder, 1);
+  CHECK(encode_prompt(engine, "aa") == std::vector<std::int32_t>{0, 0});
+  CHECK_THROWS_WITH(encode_prompt(engine, ""),
+                    "prompt: 0 tokens, and the model has no bos; at least 1 is needed");
+  auto contenders = make_contenders(engine, {"FullKV"}, {}, {}, 64, {});
+  CHECK_THROWS_WITH(generate(engine, *contenders[0].store, {}, 1, {}, {}),
+                    "generate: a prompt of 0 tokens, at least 1 is needed");
+  CHECK_THROWS_WITH(engine.model.forward({}, 0, {}), "forward: 0 tokens, at least 1 is expected");
+  // BOS as the post-processor says, and once.
+  const std::string single =
+      R"({"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>"}},
+          {"Sequence": {"id": "A"}}], "special_tokens": {"<s>": {"ids": [1]}}})";
+  tokenizer(single);
+  const Engine begun(folder, 1);
+  CHECK(encode_prompt(begun, "a") == std::vector<std::int32_t>{1, 0});
+  CHECK(encode_prompt(begun, "<s>a") == std::vector<std::int32_t>{1, 0});
+  CHECK(encode_prompt(begun, "") == std::vector<std::int32_t>{1});
+  tiny.write(folder, kConfig + R"(, "bos_token_id": 5})");
+  CHECK_THROWS_WITH(Engine(folder, 1),
+                    "tokenizer.json: post_processor puts id 1 before a text, config.json: "
+                    "bos_token_id is 5");
+
+  const std::string prefix = folder + "/set";
+  const auto load = [&](const std::string& row) {
+    std::ofstream(prefix + ".bin", std::ios::binary) << std::string(200, '\1');
+    std::ofstream(prefix + ".json") << "[{\"task\": \"s1\", " + row + "}]";
+    return load_samples(prefix, {}, 1);
+  };
+  CHECK(load(R"("offset": 98, "num_tokens": 2, "answer_ids": [5])")[0].prompt[1] == 257);
+  CHECK_THROWS_WITH(load(R"("offset": 0, "num_tokens": 1, "answer_ids": [7, 8, 9])"),
+                    "set.json: [0].num_tokens is 1, expected an integer from 2 to 2147483647");
+  CHECK_THROWS_WITH(load(R"("offset": 0, "num_tokens": 0, "answer_ids": [5])"),
+                    "set.json: [0].num_tokens is 0, expected an integer from 2 to 2147483647");
+  CHECK_THROWS_WITH(load(R"("offset": 0, "num_tokens": 50, "answer_ids": [])"),
+                    "set.json: [0].answer_ids is [], expected one id at least");
+  CHECK_THROWS_WITH(load(R"("offset": 0, "num_tokens": 50, "answer_ids": [3, -4])"),
+                    "set.json: [0].answer_ids[1] is -4, expected an integer from 0 to 2147483647");
+  CHECK_THROWS_WITH(load(R"("offset": 99, "num_tokens": 2, "answer_ids": [3])"),
+                    "evaluation set: a sample lies at tokens 99 to 101, the file has 100");
+  CHECK_THROWS_WITH(load(R"("offset": -1, "num_tokens": 2, "answer_ids": [3])"),
+                    "set.json: [0].offset is -1, expected an integer from 0 to 100");
+  CHECK_THROWS_WITH(load_samples(prefix, {"s2"}, 1),
+                    "evaluation set: set.json has 0 samples of task s2 among 1");
+  const auto measure = [&](const Sample& sample) {
+    measure_retrieval(engine, contenders, "set", {sample}, 32);
+  };
+  CHECK_THROWS_WITH(measure({"s1", {1, 2}, {999999}}),
+                    "evaluation set: sample 0 of task s1: answer has id 999999, vocabulary has 40");
+  CHECK_THROWS_WITH(measure({"s1", {1}, {3}}),
+                    "evaluation set: sample 0 of task s1: a prompt of 1 tokens, at least 2 "
+                    "expected");
+  CHECK_THROWS_WITH(measure({"s1", {1, 2}, {}}),
+                    "evaluation set: sample 0 of task s1: an answer of 0 tokens, at least 1 "
+                    "expected");
+  std::filesystem::remove_all(folder);
 }
