@@ -461,11 +461,11 @@ std::vector<Sample> load_samples(const std::string& prefix, const std::vector<st
     if (!tasks.empty() && std::find(tasks.begin(), tasks.end(), task) == tasks.end()) continue;
     if (count[task]++ < per_task) samples.push_back(read_sample(rows.at(i), raw));
   }
-  for (const std::string& task : tasks) {
-    if (!count.contains(task))
-      throw std::runtime_error("evaluation set: " + name + " has 0 samples of task " + task +
-                               " among " + std::to_string(rows.size()));
-  }
+  const auto missing = std::find_if(tasks.begin(), tasks.end(),
+                                    [&](const std::string& task) { return !count.contains(task); });
+  if (missing != tasks.end())
+    throw std::runtime_error("evaluation set: " + name + " has 0 samples of task " + *missing +
+                             " among " + std::to_string(rows.size()));
   if (samples.empty())
     throw std::runtime_error("evaluation set: no sample of the tasks asked for in " + prefix);
   return samples;
