@@ -27,7 +27,7 @@ using namespace lowrankkv;
 
 /// What fails: the n-th event of one kind while armed. Events are counted by failing_new.cpp, by
 /// Source, by policies of the tests and by an allocator of device memory.
-enum class Event { allocation, take, taken_page, policy, device_allocation };
+enum class Event { allocation, take, taken_page, policy, device_allocation, launch };
 struct Failure {
   std::atomic<bool> armed{false}, came{false};
   std::atomic<long> left{0};
@@ -35,6 +35,7 @@ struct Failure {
   bool (*ignored)() = nullptr;  ///< whether events of this moment do not count
 };
 inline Failure failure;
+inline std::atomic<long> num_freed{0};  ///< blocks that operator delete has freed
 inline void arm(Event kind, long n) {
   failure.kind = kind;
   failure.left = n;
@@ -257,8 +258,8 @@ constexpr bool has_streams = !std::is_empty_v<typename Cache::Stream>;
 /// Fails the first, the second, ... event of each kind during `operation` until it succeeds. After
 /// each failure the cache must be as it was; in the end as if nothing had failed.
 ///
-/// On a device, what has been enqueued cannot be taken back. If a host allocation then fails, the
-/// sequences of the call may be unusable, and everything else must be as it was.
+/// On a device, what has been enqueued cannot be taken back. If a host allocation or a launch then
+/// fails, the sequences of the call may be unusable, and everything else must be as it was.
 template <class MakeSetup, class Operation>
 void check_operation(const std::string& name, bool recovers_by_erasing, MakeSetup&& make,
                      Operation&& operation, std::vector<Event> kinds) {
@@ -270,7 +271,7 @@ void check_operation(const std::string& name, bool recovers_by_erasing, MakeSetu
   for (const Event kind : kinds) {
     CAPTURE(static_cast<int>(kind));
     // Step by step at first, later in longer steps: on a device, a failure costs a new setup.
-    const bool costly = kind == Event::allocation && recovers_by_erasing;
+    const bool costly = recovers_by_erasing && (kind == Event::allocation || kind == Event::launch);
     for (long n = 0;; n += 1 + n / (costly ? 2 : 40)) {
       CAPTURE(n);
       bool threw = false, failed = false;

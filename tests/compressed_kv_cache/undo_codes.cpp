@@ -86,6 +86,28 @@ TEST_CASE("moved bases, merged segments") {
   config.num_threads = 2;
   undo::check_cache<OjaKVv2<>>(config, undo::basis());
 }
+TEST_CASE("a call that failed holds no epoch: erasing sequences frees no less than without it") {
+  using Moving = CompressedKVCache<Cpu, PerHead, Oja, SinkRecent, NoQuantizer, KeepEpochs<2>>;
+  using Setup = undo::Setup<Moving, false>;
+  Setup failing(undo::config(), undo::basis()), smooth(undo::config(), undo::basis());
+  int failures = 0;
+  for (bool failed = true; failed; failures += failed ? 1 : 0) {
+    undo::arm(undo::Event::allocation, failures);
+    try {
+      failing.cache().maintain(1);
+    } catch (const std::bad_alloc&) {
+    }
+    failed = undo::disarm();
+  }
+  CHECK(failures > 20);
+  smooth.cache().maintain(1);
+  const auto freed_by_erasing = [](Setup& setup) {
+    const long before = undo::num_freed;
+    setup.erase({1, 2, 3});
+    return undo::num_freed - before;
+  };
+  CHECK(freed_by_erasing(failing) >= freed_by_erasing(smooth));
+}
 TEST_CASE("joint values with heavy hitters") {
   undo::check_cache<StarKVH2O<>>(undo::config(), undo::basis(2));
 }

@@ -108,7 +108,8 @@ class PageAllocator {
 };
 
 /// @brief While it lives, the next `count` calls of take() cannot fail: an engine's source has
-/// handed out their pages already. Pages that are left go back to it. Can be nested.
+/// handed out their pages already. Pages that are left go back to it. A nested one shares the pages
+/// of the outer one.
 class HeldPages {
  public:
   /// @throws CapacityError if fewer are free; whatever the source throws, and then none is taken

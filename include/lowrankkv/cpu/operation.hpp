@@ -58,11 +58,6 @@ class Operation {
 
   /// @brief Call before a sequence is changed.
   void will_change(int slot) {
-    auto& backup = layer_->backup;
-    if (backup.slots.empty()) {
-      backup.epochs = layer_->epochs.hold();
-      backup.statistics = layer_->statistics;
-    }
     const auto& table = layer_->table;
     const auto& sequence = layer_->sequence(slot);
     SlotBackup<typename Layer::Sequence> saved;
@@ -81,7 +76,13 @@ class Operation {
     saved.tail = layer_->tail.save(slot);
     saved.chunk_rows = sequence.chunk.size();
     saved.chunk_queries = sequence.chunk.window_queries();
-    backup.slots.push_back(std::move(saved));
+    auto& backup = layer_->backup;
+    backup.slots.reserve(backup.slots.size() + 1);
+    if (backup.slots.empty()) {
+      backup.epochs = layer_->epochs.hold();
+      backup.statistics = layer_->statistics;
+    }
+    backup.slots.push_back(std::move(saved));  // what is held is released if there is a backup
   }
 
   /// @brief Keeps the changes.

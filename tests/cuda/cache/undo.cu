@@ -45,12 +45,14 @@ CacheConfig config() {
   return config;
 }
 
-/// Host allocations fail too where kernels run on the host: on a device the CUDA runtime allocates.
+/// Launches and host allocations fail too where kernels run on the host.
 std::vector<undo::Event> events() {
   std::vector<undo::Event> all = {undo::Event::take, undo::Event::taken_page,
                                   undo::Event::device_allocation};
 #if defined(LOWRANKKV_TESTS_EMULATED)
   undo::failure.ignored = [] { return emulated::at_work > 0; };
+  emulated::launch_fails = [] { return undo::fails(undo::Event::launch); };
+  all.push_back(undo::Event::launch);
   all.push_back(undo::Event::allocation);
 #endif
   return all;

@@ -159,6 +159,8 @@ inline Graph*& captured() {
   static Graph* graph = nullptr;
   return graph;
 }
+/// Whether the launch that was just made is to be reported as failed; null: none is.
+inline bool (*launch_fails)() = nullptr;
 /// Whether the emulation itself is at work: what it allocates is not the library's.
 inline int at_work = 0;
 template <class Work>

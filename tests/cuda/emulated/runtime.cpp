@@ -128,7 +128,10 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t replay) {
   delete reinterpret_cast<emulated::Graph*>(replay);
   return cudaSuccess;
 }
-cudaError_t cudaGetLastError() { return std::exchange(last, cudaSuccess); }
+cudaError_t cudaGetLastError() {
+  if (emulated::launch_fails != nullptr && emulated::launch_fails()) return cudaErrorLaunchFailure;
+  return std::exchange(last, cudaSuccess);
+}
 const char* cudaGetErrorName(cudaError_t) { return "cudaError"; }
 const char* cudaGetErrorString(cudaError_t) { return "emulated"; }
 float __log2f(float x) noexcept { return std::log2(x); }  // the C library has declared it

@@ -66,10 +66,12 @@ void StepCalls<Layer>::append(Layer& layer, Sequences seqs, const KeyView& key,
   const int m = check_tokens(layer, seqs, key, value);
   const bool replayed = capturing(stream);
   if (!replayed) check_advance(layer, seqs, m);
+  ::lowrankkv::detail::ChangedSequences changed(layer.sequences, replayed ? Sequences() : seqs);
   for_each_batch(layer, seqs, [&](const Batch& batch, std::int64_t first) {
     enqueue_append(layer, batch, key, value, first * m, m, stream);
   });
   if (!replayed) advance_host(layer, seqs, m);
+  changed.done();
 }
 template <class Layer>
 void StepCalls<Layer>::advance(Layer& layer, Sequences seqs, int m) {

@@ -123,8 +123,10 @@ template <class Layer>
 void LayerCalls<Layer>::erase(Layer& layer, SequenceId seq, cudaStream_t stream) {
   refuse_capture("erase", stream);
   const int slot = layer.sequences.find_any(seq);
+  ::lowrankkv::detail::ChangedSequences changed(layer.sequences, {&seq, 1});
   layer.prompts.end(slot);
   layer.state.clear(slot, stream);
+  changed.done();
   layer.sequences.remove(seq);
 }
 template <class Layer>

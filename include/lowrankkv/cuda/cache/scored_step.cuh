@@ -20,8 +20,8 @@ namespace cuda {
 
 /// @brief Enqueues the addition of received attention to the rows' accumulated scores.
 template <class Layer>
-void accumulate_scores(const Layer& layer, std::span<const SequenceId> seqs,
-                       const ScoreView& accumulated, cudaStream_t stream) {
+void accumulate_scores(Layer& layer, std::span<const SequenceId> seqs, const ScoreView& accumulated,
+                       cudaStream_t stream) {
   if (accumulated.data == nullptr) return;
   const auto& state = layer.state;
   const bool captured = capturing(stream);
@@ -36,10 +36,13 @@ void accumulate_scores(const Layer& layer, std::span<const SequenceId> seqs,
     rows = (std::max)(rows, std::int64_t{state.tables().scored_rows(now.rows)} + now.tail_length);
   }
   if (rows == 0) return;
+  ::lowrankkv::detail::ChangedSequences changed(layer.sequences,
+                                                captured ? std::span<const SequenceId>() : seqs);
   for_each_batch(layer, seqs, [&](const Batch& batch, std::int64_t first) {
     const DeviceScores accumulated_scores{accumulated.data, accumulated.num_positions};
     enqueue_accumulate(state, batch, accumulated_scores, static_cast<int>(first), rows, stream);
   });
+  changed.done();
 }
 
 template <class Layer>

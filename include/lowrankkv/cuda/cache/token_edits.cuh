@@ -92,9 +92,8 @@ namespace detail {
 
 template <class Layer>
 void set_shifts(Layer& layer, int slot, PositionShifts shifts, cudaStream_t stream) {
-  PositionShifts& own = layer.state.sequence(slot).shifts;
-  own = std::move(shifts);
-  layer.state.rotary().write_shifts(slot, own, stream);
+  layer.state.rotary().write_shifts(slot, shifts, stream);
+  layer.state.sequence(slot).shifts = std::move(shifts);
 }
 
 }  // namespace detail
