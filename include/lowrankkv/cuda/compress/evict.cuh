@@ -16,8 +16,6 @@
 /// have been copied before. Heads with joint values share one decision, by the sum of their scores.
 #pragma once
 
-#include <cub/block/block_scan.cuh>
-
 #include <algorithm>
 #include <cstdint>
 
@@ -119,7 +117,7 @@ template <bool closes>
 __global__ void __launch_bounds__(kEvictThreads)
     evict_rows_kernel(LayerEdit tables, FlushBatch flushed, Eviction eviction) {
   using Scan = detail::PlaceScan;
-  __shared__ typename Scan::TempStorage storage;
+  __shared__ Scan::Storage storage;
   __shared__ ScoreSelection selection;
   const int heads = eviction.group_scores == nullptr ? 1 : tables.joint_heads,
             leader = static_cast<int>(blockIdx.x) * heads, sequence = static_cast<int>(blockIdx.y),
@@ -173,7 +171,7 @@ __global__ void __launch_bounds__(kEvictThreads)
     for (int base = 0; base < stored; base += kEvictThreads) {
       const bool goes = base + thread < stored && key(base + thread) < smallest;
       int place = 0, count = 0;
-      Scan(storage).ExclusiveSum(goes ? 1 : 0, place, count);
+      Scan::exclusive_sum(goes ? 1 : 0, place, count, storage);
       __syncthreads();
       if (goes) freed[places + place] = base + thread;
       places += count;
@@ -182,7 +180,7 @@ __global__ void __launch_bounds__(kEvictThreads)
   for (int base = 0; base < rows; base += kEvictThreads) {
     const bool stays = base + thread < rows && key(stored + base + thread) >= smallest;
     int place = 0, count = 0;
-    Scan(storage).ExclusiveSum(stays ? 1 : 0, place, count);
+    Scan::exclusive_sum(stays ? 1 : 0, place, count, storage);
     __syncthreads();
     if (stays) chosen[stay + place] = scored.first + base + thread;
     stay += count;

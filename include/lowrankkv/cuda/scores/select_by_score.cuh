@@ -3,11 +3,10 @@
 /// radix selection by one block.
 #pragma once
 
-#include <cub/block/block_scan.cuh>
-
 #include <cstdint>
 
 #include "lowrankkv/config.hpp"
+#include "lowrankkv/cuda/runtime/block_scan.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
@@ -31,7 +30,7 @@ __device__ inline std::uint64_t score_key(float accumulated, std::int32_t positi
 /// @brief Shared memory of a block while it selects.
 struct ScoreSelection {
   static constexpr int kCopies = 16;
-  typename cub::BlockScan<int, kEvictThreads>::TempStorage storage;
+  BlockScan<kEvictThreads>::Storage storage;
   /// Scores have similar leading bits: with one copy, the atomic additions of lanes would
   /// serialise.
   int histogram[kCopies][256];
@@ -74,7 +73,8 @@ __device__ inline std::uint64_t smallest_kept(Key&& key, int all, int wanted,
       for (int copy = 0; copy < ScoreSelection::kCopies; ++copy)
         count += shared.histogram[copy][255 - thread];
     }
-    cub::BlockScan<int, kEvictThreads>(shared.storage).ExclusiveSum(count, above);
+    int all_rows = 0;
+    BlockScan<kEvictThreads>::exclusive_sum(count, above, all_rows, shared.storage);
     if (thread < 256 && above < left && left <= above + count) {
       shared.prefix = known << 8 | static_cast<std::uint64_t>(255 - thread);
       shared.still_wanted = left - above;

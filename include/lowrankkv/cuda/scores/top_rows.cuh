@@ -3,10 +3,9 @@
 /// of equal scores the earlier row wins.
 #pragma once
 
-#include <cub/block/block_scan.cuh>
-
 #include <cstdint>
 
+#include "lowrankkv/cuda/runtime/block_scan.cuh"
 #include "lowrankkv/cuda/state/row_order.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -45,10 +44,10 @@ struct Candidates {
 template <class = void>
 __global__ void __launch_bounds__(kSelectThreads)
     top_rows_kernel(Candidates all, std::int32_t* chosen, std::int32_t* rest) {
-  using Scan = cub::BlockScan<int, kSelectThreads>;
+  using Scan = BlockScan<kSelectThreads>;
   // kRounds: rounds whose keys stay in registers. kItems: neighbouring rows of a thread in a round.
   constexpr int kCopies = 16, kItems = 8, kRounds = 4;
-  __shared__ typename Scan::TempStorage storage;
+  __shared__ Scan::Storage storage;
   // Scores have similar leading bits: with one copy, the atomic additions of lanes would serialise.
   __shared__ int histogram[256][kCopies + 1];
   __shared__ std::uint32_t prefix;
@@ -103,7 +102,7 @@ __global__ void __launch_bounds__(kSelectThreads)
 #pragma unroll
       for (int i = 0; i < kItems; ++i) own += row + i < from.end && keys[i] > limit ? 1 : 0;
     });
-    Scan(storage).ExclusiveSum(own, before, above);
+    Scan::exclusive_sum(own, before, above, storage);
     from.wanted = min(from.wanted, above);
   }
   const int earlier = all.keeps_earlier ? from.first : 0;
@@ -175,7 +174,7 @@ __global__ void __launch_bounds__(kSelectThreads)
       counts += there && keys[i] > smallest ? 1 : there && keys[i] == smallest ? 1 << 16 : 0;
     }
     int before = 0, all_counts = 0;
-    Scan(storage).ExclusiveSum(counts, before, all_counts);
+    Scan::exclusive_sum(counts, before, all_counts, storage);
     __syncthreads();
     int larger = larger_before + (before & 0xffff), equals = equals_before + (before >> 16);
 #pragma unroll

@@ -36,7 +36,7 @@ struct GoingRows {
 template <class = void>
 __global__ void __launch_bounds__(kEvictThreads)
     plan_moves_kernel(LayerEdit tables, int slot, GoingRows going, ListMoves moves) {
-  __shared__ typename detail::PlaceScan::TempStorage storage;
+  __shared__ detail::PlaceScan::Storage storage;
   __shared__ ScoreSelection selection;
   const int heads = tables.num_heads / static_cast<int>(gridDim.x),
             leader = static_cast<int>(blockIdx.x) * heads, thread = static_cast<int>(threadIdx.x);

@@ -8,11 +8,10 @@
 /// it and from the segments before it, not all rows behind the first gap.
 #pragma once
 
-#include <cub/block/block_scan.cuh>
-
 #include <algorithm>
 #include <cstdint>
 
+#include "lowrankkv/cuda/runtime/block_scan.cuh"
 #include "lowrankkv/cuda/scores/select_by_score.cuh"
 #include "lowrankkv/cuda/state/layer_view.cuh"
 #include "lowrankkv/cuda/state/row_order.cuh"
@@ -25,7 +24,7 @@ inline constexpr int kMoveThreads = 1024;  ///< of a block of move_rows_kernel; 
 
 namespace detail {
 
-using PlaceScan = cub::BlockScan<int, kEvictThreads>;
+using PlaceScan = BlockScan<kEvictThreads>;
 
 /// Number of segments of a list: 1 for full rows, and where bases do not move.
 template <bool edits>
@@ -40,7 +39,7 @@ __device__ int list_segments(const LayerTables<edits>& tables, RowList list, int
 /// @return how many rows are retained
 template <class Stays>
 __device__ int plan_moves(const LayerEdit& tables, RowList list, int slot, int head, int rows,
-                          Stays&& stays, const RowMoves& moves, PlaceScan::TempStorage& storage) {
+                          Stays&& stays, const RowMoves& moves, PlaceScan::Storage& storage) {
   const int thread = static_cast<int>(threadIdx.x), segments = list_segments(tables, list, slot);
   DeviceSegment* own = list == RowList::full || tables.segments == nullptr
                            ? nullptr
@@ -52,8 +51,8 @@ __device__ int plan_moves(const LayerEdit& tables, RowList list, int slot, int h
     int kept = 0;
     for (int base = begin; base < end; base += kEvictThreads) {
       int before = 0, count = 0;
-      PlaceScan(storage).ExclusiveSum(base + thread < end && stays(base + thread) ? 1 : 0, before,
-                                      count);
+      PlaceScan::exclusive_sum(base + thread < end && stays(base + thread) ? 1 : 0, before, count,
+                               storage);
       __syncthreads();
       kept += count;
     }
@@ -65,11 +64,11 @@ __device__ int plan_moves(const LayerEdit& tables, RowList list, int slot, int h
                  is_free = place < target_end && !own_stays,
                  moving = own_stays && place >= target_end;
       int rank = 0, count = 0;
-      PlaceScan(storage).ExclusiveSum(is_free ? 1 : 0, rank, count);
+      PlaceScan::exclusive_sum(is_free ? 1 : 0, rank, count, storage);
       __syncthreads();
       if (is_free) moves.to[free_places + rank] = place;
       free_places += count;
-      PlaceScan(storage).ExclusiveSum(moving ? 1 : 0, rank, count);
+      PlaceScan::exclusive_sum(moving ? 1 : 0, rank, count, storage);
       __syncthreads();
       if (moving) moves.from[came + rank] = place;
       came += count;
