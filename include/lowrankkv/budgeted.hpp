@@ -93,8 +93,8 @@ struct BudgetedModel {
   std::int64_t bytes_at(std::int64_t tokens, std::int64_t waiting = 0) const;
 
   /// @brief bytes_at() over the bytes of f16 K and V of as many tokens. More than options.ratio
-  /// where the sequence is shorter than options.context or tokens wait for a flush: rows at full
-  /// rank then weigh more. 0 for 0 tokens.
+  /// where the sequence is shorter than options.context or tokens wait for a flush: there are then
+  /// more rows at full rank for each token. 0 for 0 tokens.
   double ratio_at(std::int64_t tokens, std::int64_t waiting = 0) const {
     if (tokens <= 0) return 0.0;
     return static_cast<double>(bytes_at(tokens, waiting)) /
@@ -211,6 +211,7 @@ inline std::int64_t budgeted_bytes(const CacheShape& shape,
   return bytes;
 }
 
+/// @brief See the declaration: budgeted_bytes() of the bits that the bases have.
 inline std::int64_t BudgetedModel::bytes_at(std::int64_t tokens, std::int64_t waiting) const {
   std::vector<std::vector<std::uint8_t>> bits;
   for (const LayerBasis& layer : bases) {
