@@ -8,6 +8,7 @@
 
 #include "evaluate.hpp"
 #include "lowrankkv/calibrate/bundle.hpp"
+#include "program_folder.hpp"
 #include "report.hpp"
 
 namespace {
@@ -44,11 +45,12 @@ void show_needle(const llama::Engine& engine, std::vector<llama::Contender>& con
 
 int main(int argc, char** argv) try {
   CLI::App app{"Calibrates bases on a text and measures every method on the nano model"};
-  std::string data = LOWRANKKV_EXAMPLE_DATA;
+  std::string data;
   std::string out = "build/quickstart";
   int threads = 2;
   int samples = 16;
-  app.add_option("--data", data, "folder with nano/ and text/")->capture_default_str();
+  app.add_option("--data", data, "folder with nano/ and text/; default: data beside this program")
+      ->check(CLI::ExistingDirectory);
   app.add_option("--out", out, "folder for results.json, results.csv and the plot")
       ->capture_default_str();
   app.add_option("--threads", threads, "threads")->check(CLI::Range(1, 256))->capture_default_str();
@@ -57,6 +59,9 @@ int main(int argc, char** argv) try {
       ->capture_default_str();
   CLI11_PARSE(app, argc, argv);
   std::filesystem::create_directories(out);
+  if (data.empty())
+    data = llama::beside(llama::this_program(), "data", "no data",
+                         "name a folder with --data (examples/data of the sources)");
 
   const llama::Engine engine(data + "/nano", threads);
   const auto& config = engine.model.config();
