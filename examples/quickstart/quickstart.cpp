@@ -10,6 +10,7 @@
 #include "lowrankkv/calibrate/bundle.hpp"
 #include "program_folder.hpp"
 #include "report.hpp"
+#include "speed.hpp"
 
 namespace {
 
@@ -58,10 +59,10 @@ int main(int argc, char** argv) try {
       ->check(CLI::Range(1, 50))
       ->capture_default_str();
   CLI11_PARSE(app, argc, argv);
-  std::filesystem::create_directories(out);
   if (data.empty())
     data = llama::beside(llama::this_program(), "data", "no data",
                          "name a folder with --data (examples/data of the sources)");
+  std::filesystem::create_directories(out);
 
   const llama::Engine engine(data + "/nano", threads);
   const auto& config = engine.model.config();
@@ -89,16 +90,17 @@ int main(int argc, char** argv) try {
                                llama::read_text(data + "/text/code.txt"), 8);
   const auto set = llama::load_samples(data + "/nano/eval/retrieval_1024",
                                        {"s1", "s2", "s3", "mk1", "mk2", "vt"}, samples);
-  llama::measure_speed(engine, contenders, set.front().prompt, 64, 3);
+  llama::measure_speed(engine, contenders, set.front().prompt, {.decode_tokens = 64, .rounds = 3});
   llama::measure_retrieval(engine, contenders, "retrieval_1024", set,
                            32);  // last: the bytes in the table are those of these prompts
 
   std::printf(
       "\nBytes are measured at the end of prompts of about 1000 tokens (text x: at the end of the "
       "texts' windows, 256 tokens of prompt\n"
-      "and 768 decoded), everything counted. bpb: bits per byte (lower is better);\n"
+      "and 768 decoded), everything counted. over %%: by how much the most that a method took "
+      "exceeds its ratio. bpb: bits per byte (lower is better);\n"
       "s1 ... vt: retrieval, exact match in %%; tokens/s on %d threads, prefill of %zu tokens, "
-      "then one token at a time.\n\n",
+      "then one token at a time, and how many times as fast as FullKV.\n\n",
       threads, set.front().prompt.size());
   std::vector<llama::Row> rows;
   for (const llama::Contender& contender : contenders) rows.push_back(contender.row);
