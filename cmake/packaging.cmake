@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# What `cmake --install` puts into a prefix: headers, targets for find_package, a file for pkg-config. The prefix can be moved.
+# What `cmake --install` puts into a prefix: headers, targets for find_package, files for pkg-config. The prefix can be moved.
 include(CMakePackageConfigHelpers)
 include(GNUInstallDirs)
 
@@ -17,5 +17,7 @@ configure_package_config_file(cmake/lowrankkvConfig.cmake.in "${PROJECT_BINARY_D
 write_basic_package_version_file("${PROJECT_BINARY_DIR}/lowrankkvConfigVersion.cmake" COMPATIBILITY SameMinorVersion ARCH_INDEPENDENT)
 install(FILES "${PROJECT_BINARY_DIR}/lowrankkvConfig.cmake" "${PROJECT_BINARY_DIR}/lowrankkvConfigVersion.cmake" cmake/lowrankkv_compiled.cmake cmake/lowrankkv_cuda_caches.cmake DESTINATION "${package_dir}")
 
-configure_file(cmake/lowrankkv.pc.in lowrankkv.pc @ONLY)
-install(FILES "${PROJECT_BINARY_DIR}/lowrankkv.pc" DESTINATION "${CMAKE_INSTALL_DATADIR}/pkgconfig")
+foreach(file lowrankkv.pc lowrankkv-cuda.pc)  # a CUDA program without Eigen could not read the first
+  configure_file(cmake/${file}.in ${file} @ONLY)
+  install(FILES "${PROJECT_BINARY_DIR}/${file}" DESTINATION "${CMAKE_INSTALL_DATADIR}/pkgconfig")
+endforeach()

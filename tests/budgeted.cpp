@@ -87,6 +87,51 @@ TEST_CASE(
                        ValueError);
 }
 
+TEST_CASE("a budget says what a sequence takes at every length, and with tokens that wait") {
+  std::mt19937_64 random(7);
+  const CacheShape shape{4, 2, 64};
+  const auto model = random_model(random, shape, 2, 300);
+  calibrate::BudgetOptions options;
+  options.ratio = 0.15;
+  options.context = 2000;
+  options.page_bytes = 1024;
+  const calibrate::BudgetedModel budgeted = calibrate::budgeted(model, options);
+  CHECK(budgeted.ratio_at(2000) <= 0.15);
+  CHECK(budgeted.ratio_at(2000) > 0.145);
+  CHECK(budgeted.ratio_at(500) > 1.3 * 0.15);  // 36 rows at full rank in 500
+  CHECK(budgeted.ratio_at(0) == 0.0);
+  CacheConfig config;
+  config.shape = shape;
+  config.max_tokens = 2100;
+  budgeted.configure(config);
+  LayerStack<Budgeted<>> stack(config, budgeted.bases, budgeted.policies);
+  const auto k = activations(random, 2000 * 2 * 64, 0.06, 64),
+             v = activations(random, 2000 * 2 * 64, 0.09, 64);
+  for (const std::int64_t n : {1, 30, 36, 37, 500, 2000}) {
+    CAPTURE(n);
+    stack.create(0);
+    for (int layer = 0; layer < 2; ++layer)
+      stack.layer(layer).ingest(0, {k.data(), n, 2, 64}, {v.data(), n, 2, 64});
+    CHECK(budgeted.bytes_at(n) == static_cast<std::int64_t>(stack.memory(0).total()));
+    stack.erase(0);
+  }
+  // Decoded tokens wait at full rank until a flush takes 32 of them.
+  stack.create(0);
+  for (int layer = 0; layer < 2; ++layer)
+    stack.layer(layer).ingest(0, {k.data(), 400, 2, 64}, {v.data(), 400, 2, 64});
+  for (std::int64_t decoded = 1; decoded <= 70; ++decoded) {
+    CAPTURE(decoded);
+    const std::int64_t at = (400 + decoded) * 2 * 64;
+    for (int layer = 0; layer < 2; ++layer)
+      stack.layer(layer).append(0, {k.data() + at, 1, 2, 64}, {v.data() + at, 1, 2, 64});
+    stack.maintain(0);
+    const std::int64_t waiting = (decoded - 1) % config.flush_interval + 1;
+    CHECK(budgeted.bytes_at(400 + decoded, waiting) ==
+          static_cast<std::int64_t>(stack.memory(0).total()));
+  }
+  CHECK(budgeted.ratio_at(470, 32) > budgeted.ratio_at(470));
+}
+
 TEST_CASE("an error counts as its share of the residual stream it is added to") {
   std::mt19937_64 random(11);
   const CacheShape shape{2, 1, 16};

@@ -19,6 +19,8 @@ class LowrankkvConan(ConanFile):
     topics = ("llm", "kv-cache", "attention", "quantization", "low-rank", "header-only", "cuda")
     package_type = "header-library"
     settings = "os", "arch", "compiler", "build_type"
+    options = {"cpu": [True, False]}  # the CPU backend and calibration, which need Eigen; CUDA sources do not
+    default_options = {"cpu": True}
     no_copy_source = True
 
     @property
@@ -34,7 +36,8 @@ class LowrankkvConan(ConanFile):
             copy(self, pattern, self._checkout, self.export_sources_folder)
 
     def requirements(self):
-        self.requires("eigen/[>=3.4 <6]", transitive_headers=True)
+        if self.options.cpu:
+            self.requires("eigen/[>=3.4 <6]", transitive_headers=True)
 
     def validate(self):
         try:
@@ -46,6 +49,8 @@ class LowrankkvConan(ConanFile):
         toolchain = CMakeToolchain(self)
         for option in ("TESTS", "EXAMPLES", "BENCHMARKS"):
             toolchain.cache_variables[f"LOWRANKKV_BUILD_{option}"] = False
+        if not self.options.cpu:  # not even one that the machine has
+            toolchain.cache_variables["CMAKE_DISABLE_FIND_PACKAGE_Eigen3"] = True
         toolchain.generate()
         CMakeDeps(self).generate()
 

@@ -3,7 +3,6 @@
 
 #include <Eigen/Core>
 #include <algorithm>
-#include <chrono>
 #include <cmath>
 #include <fstream>
 #include <cstdint>
@@ -31,19 +30,13 @@ Ids slice(const Ids& ids, std::size_t first, std::size_t count) {
           ids.begin() + static_cast<std::ptrdiff_t>(first + count)};
 }
 
-void note_memory(const Engine& engine, Contender& contender) {
-  const auto& config = engine.model.config();
-  const double tokens = static_cast<double>(contender.store->num_tokens(kSequence));
-  contender.row.context = contender.store->num_tokens(kSequence);
-  contender.row.bytes_per_token =
-      static_cast<double>(contender.store->memory(kSequence).total()) / tokens;
-  contender.row.ratio_measured =
-      contender.row.bytes_per_token /
-      (2.0 * config.num_layers * config.num_kv_heads * config.head_dim * 2.0);
-}
-
-/// Prefills the first contender exactly and hands the same keys and values to the others.
+/// Prefills the first contender exactly and hands the same keys and values to the others. In chunks
+/// it is not exact, and each method's would be another: then there may be one only.
 void prefill_all(const Engine& engine, std::vector<Contender>& contenders, const Ids& tokens) {
+  if (contenders.front().options.prefill_chunk > 0 && contenders.size() > 1) {
+    throw std::runtime_error("prefill in chunks: " + std::to_string(contenders.size()) +
+                             " methods, one at a time is possible");
+  }
   const std::int64_t n = static_cast<std::int64_t>(tokens.size());
   for (Contender& contender : contenders) contender.store->create(kSequence);
   engine.model.forward(tokens, 0, [&](int layer, const Projected& rows, float* out) {
@@ -64,21 +57,44 @@ std::int32_t argmax(const float* logits, int vocabulary) {
   return static_cast<std::int32_t>(std::max_element(logits, logits + vocabulary) - logits);
 }
 
-double seconds_since(std::chrono::steady_clock::time_point start) {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-}
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values[values.size() / 2];
-}
-
 }  // namespace
 
 double Row::mean_exact_match() const {
   double sum = 0.0;
   for (const auto& [task, score] : exact_match) sum += score;
   return exact_match.empty() ? 0.0 : sum / static_cast<double>(exact_match.size());
+}
+
+double Row::excess() const {
+  return knob.empty() ? 0.0 : std::max(0.0, largest_ratio_measured / ratio - 1.0);
+}
+
+namespace {
+
+/// Bytes a token of the sequence at hand over those of f16 K and V.
+double ratio_now(const Engine& engine, const KvStore& store) {
+  const Config& config = engine.model.config();
+  return static_cast<double>(store.memory(kSequence).total()) /
+         static_cast<double>(store.num_tokens(kSequence)) /
+         (2.0 * config.num_layers * config.num_kv_heads * config.head_dim * 2.0);
+}
+
+}  // namespace
+
+void note_excess(const Engine& engine, Contender& contender) {
+  const double ratio = ratio_now(engine, *contender.store);
+  if (ratio <= contender.row.largest_ratio_measured) return;
+  contender.row.largest_ratio_measured = ratio;
+  contender.row.largest_context = contender.store->num_tokens(kSequence);
+}
+
+void note_memory(const Engine& engine, Contender& contender) {
+  Row& row = contender.row;
+  row.context = contender.store->num_tokens(kSequence);
+  row.bytes_per_token = static_cast<double>(contender.store->memory(kSequence).total()) /
+                        static_cast<double>(row.context);
+  row.ratio_measured = ratio_now(engine, *contender.store);
+  note_excess(engine, contender);
 }
 
 Engine::Engine(const std::string& folder, int num_threads)
@@ -111,16 +127,11 @@ std::vector<Contender> make_contenders(const Engine& engine, const std::vector<s
           make_store(options, engine.model.config(), max_tokens, calibration, engine.threads);
       contender.row.method = name;
       contender.row.ratio = ratio;
+      contender.row.knob = info.ratio;
       contenders.push_back(std::move(contender));
     }
   }
   if (contenders.empty()) throw std::runtime_error("no method named");
-  // One exact prefill is shared by all; in chunks it is not exact, and each method's would be
-  // another.
-  if (options.prefill_chunk > 0 && contenders.size() > 1) {
-    throw std::runtime_error("prefill in chunks: " + std::to_string(contenders.size()) +
-                             " methods, one at a time is possible");
-  }
   return contenders;
 }
 
@@ -229,10 +240,47 @@ Ids with_copies(Ids window, std::size_t context, std::size_t copies, std::mt1993
   return window;
 }
 
+/// Shows a layer's statistics, of every form of the keys, the rows of a window of n tokens.
+/// @param moments  so many rows enter the moments; 0: coding statistics alone
+/// @param context  so many rows are those that coding statistics take as compressed
+void observe(const Engine& engine, Calibration& calibration,
+             const std::vector<lowrankkv::Rope>& forms, int layer, const Projected& rows,
+             std::int64_t n, std::int64_t moments, std::int64_t context) {
+  using lowrankkv::Rope;
+  const Config& config = engine.model.config();
+  const lowrankkv::QueryView query(rows.query, n, config.num_qo_heads, config.head_dim);
+  const lowrankkv::ValueView value(rows.value, n, config.num_kv_heads, config.head_dim);
+  const auto key = [&](Rope form) {
+    return lowrankkv::KeyView(form == Rope::pre ? rows.pre_rope_key : rows.key, n,
+                              config.num_kv_heads, config.head_dim);
+  };
+  const auto of = [&](Rope form) -> lowrankkv::calibrate::LayerMoments& {
+    return calibration.of(form)[static_cast<std::size_t>(layer)];
+  };
+  const auto on_threads = [&](int count, auto&& function) {
+    engine.threads->run(count, [&](std::int64_t index, int) { function(static_cast<int>(index)); });
+  };
+  for (const Rope form : forms) {
+    if (moments > 0)
+      of(form).add(query.tokens(0, moments), key(form).tokens(0, moments),
+                   value.tokens(0, moments));
+  }
+  if (forms.size() == 2)
+    of(Rope::post)
+        .coding()
+        .add_both(of(Rope::pre).coding(), query, key(Rope::post), key(Rope::pre), value, context, 1,
+                  on_threads);
+  else
+    of(forms.front()).coding().add(query, key(forms.front()), value, context, 1, on_threads);
+}
+
 }  // namespace
 
 Calibration calibrate(const Engine& engine, const std::string& text, std::int64_t max_tokens,
-                      int window_tokens, std::initializer_list<lowrankkv::Rope> forms) {
+                      int window_tokens, const std::vector<lowrankkv::Rope>& forms) {
+  if (forms.empty() || forms.size() > 2 || (forms.size() == 2 && forms[0] == forms[1]))
+    throw std::runtime_error("calibration: " + std::to_string(forms.size()) +
+                             " forms of the keys, post-RoPE, pre-RoPE or each once expected");
   const Config& config = engine.model.config();
   const int layers = config.num_layers;
   Calibration calibration;
@@ -275,21 +323,7 @@ Calibration calibrate(const Engine& engine, const std::string& text, std::int64_
         window, 0,
         [&](int layer, const Projected& rows, float* out) {
           store->prefill(layer, kSequence, n, rows, out);
-          const lowrankkv::QueryView query(rows.query, n, config.num_qo_heads, config.head_dim);
-          const lowrankkv::ValueView value(rows.value, n, config.num_kv_heads, config.head_dim);
-          for (const lowrankkv::Rope form : forms) {
-            const lowrankkv::KeyView key(
-                form == lowrankkv::Rope::pre ? rows.pre_rope_key : rows.key, n, config.num_kv_heads,
-                config.head_dim);
-            auto& of_layer = calibration.of(form)[static_cast<std::size_t>(layer)];
-            if (!half)
-              of_layer.add(query.tokens(0, text_tokens), key.tokens(0, text_tokens),
-                           value.tokens(0, text_tokens));
-            of_layer.coding().add(query, key, value, context, 1, [&](int count, auto&& function) {
-              engine.threads->run(
-                  count, [&](std::int64_t index, int) { function(static_cast<int>(index)); });
-            });
-          }
+          observe(engine, calibration, forms, layer, rows, n, half ? 0 : text_tokens, context);
         },
         [&](int layer, std::int64_t tokens, const float* rows) {
           for (const lowrankkv::Rope form : forms)
@@ -521,39 +555,9 @@ void measure_retrieval(const Engine& engine, std::vector<Contender>& contenders,
   }
 }
 
-void measure_speed(const Engine& engine, std::vector<Contender>& contenders, const Ids& prompt,
-                   int decode_tokens, int rounds) {
-  if (prompt.empty()) throw std::runtime_error("speed: a prompt of 0 tokens, at least 1 is needed");
-  std::vector<std::vector<double>> prefill_seconds(contenders.size()),
-      decode_seconds(contenders.size());
-  Progress progress("speed", static_cast<std::int64_t>(contenders.size()) * rounds);
-  for (int round = 0; round < rounds; ++round) {
-    for (std::size_t c = 0; c < contenders.size(); ++c) {
-      KvStore& store = *contenders[c].store;
-      store.create(kSequence);
-      auto start = std::chrono::steady_clock::now();
-      prefill(engine, store, kSequence, prompt);
-      prefill_seconds[c].push_back(seconds_since(start));
-      start = std::chrono::steady_clock::now();
-      for (int i = 0; i < decode_tokens; ++i) {
-        const std::vector<float> hidden =
-            decode(engine, store, kSequence, {prompt[static_cast<std::size_t>(i) % prompt.size()]});
-        engine.model.logits(hidden, 0, 1);
-      }
-      decode_seconds[c].push_back(seconds_since(start));
-      store.erase(kSequence);
-      progress.step();
-    }
-  }
-  for (std::size_t c = 0; c < contenders.size(); ++c) {
-    contenders[c].row.prefill_tokens_per_second =
-        static_cast<double>(prompt.size()) / median(prefill_seconds[c]);
-    contenders[c].row.decode_tokens_per_second = decode_tokens / median(decode_seconds[c]);
-  }
-}
-
 Ids generate(const Engine& engine, KvStore& store, const Ids& prompt, int max_tokens,
-             const Sampling& sampling, const std::function<void(std::int32_t)>& on_token) {
+             const Sampling& sampling, const std::function<void(std::int32_t)>& on_token,
+             const std::function<void()>& at_end) {
   const Config& config = engine.model.config();
   if (prompt.empty())
     throw std::runtime_error("generate: a prompt of 0 tokens, at least 1 is needed");
@@ -600,6 +604,7 @@ Ids generate(const Engine& engine, KvStore& store, const Ids& prompt, int max_to
     hidden = decode(engine, store, kSequence, {next});
     last = 0;
   }
+  if (at_end) at_end();
   store.erase(kSequence);
   return out;
 }

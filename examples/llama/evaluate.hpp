@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the programs measure: calibration moments, bits per byte, retrieval, speed. All through the
-// public cache API.
+// What the programs measure: calibration moments, bits per byte, retrieval. All through the public
+// cache API. Speed: speed.hpp.
 #pragma once
 
 #include <cstdint>
-#include <initializer_list>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -27,11 +27,20 @@ struct Engine {
   Model model;
 };
 
+/// Tokens a second, of the prompt or of decode steps.
+struct Speed {
+  double tokens_per_second = 0.0;  ///< by the median of `seconds`; 0: not measured
+  /// How many times as fast as FullKV, the median over the rounds of both; 0 without FullKV.
+  double times_full = 0.0;
+  std::vector<double> seconds;  ///< of every round
+};
+
 /// One row of every table: a method at a ratio, and what was measured of it. Only what was measured
 /// is written.
 struct Row {
   std::string method;
   double ratio = 1.0;            ///< the method's knob; 1 for methods without one
+  std::string knob;              ///< what `ratio` means; empty for methods without one
   double bytes_per_token = 0.0;  ///< everything that belongs to the sequence, over its tokens
   double ratio_measured = 0.0;   ///< the same against f16 K and V
   std::int64_t context = 0;      ///< tokens at which the bytes were measured
@@ -41,10 +50,16 @@ struct Row {
   std::map<std::string, double> exact_match;  ///< by task, a fraction
   std::map<std::string, int> samples;         ///< by task
   std::map<std::string, std::string>
-      outcomes;  ///< by task: 1 or 0 for every sample, in the order of the set
-  double prefill_tokens_per_second = 0.0;
-  double decode_tokens_per_second = 0.0;
+      outcomes;                    ///< by task: 1 or 0 for every sample, in the order of the set
+  std::int64_t prompt_tokens = 0;  ///< of the prompt whose speed was measured
+  Speed prefill, decode;           ///< decode: single tokens behind that prompt
+  /// The most that ratio_measured was of any prompt, window or text, and the tokens of that one.
+  double largest_ratio_measured = 0.0;
+  std::int64_t largest_context = 0;
   double mean_exact_match() const;
+  /// How much more than `ratio` that was: 0.6 where 0.08 was measured and 0.05 asked for. 0 if not
+  /// more, and for methods without a ratio.
+  double excess() const;
 };
 
 /// A method under test and its store.
@@ -58,6 +73,11 @@ struct Contender {
 std::vector<Contender> make_contenders(const Engine& engine, const std::vector<std::string>& names,
                                        const std::vector<double>& ratios, MethodOptions options,
                                        std::int64_t max_tokens, const Calibration& calibration);
+
+/// Writes the bytes of the sequence that is being measured into the row, its excess included.
+void note_memory(const Engine& engine, Contender& contender);
+/// Writes only the excess: of a sequence whose bytes are those of an earlier point in the row.
+void note_excess(const Engine& engine, Contender& contender);
 
 /// A prompt's ids: BOS once, whether the text has it or not, and the text. Throws if there is no
 /// token.
@@ -73,10 +93,11 @@ Calibration load_bases(const Engine& engine, const std::vector<std::string>& pat
 /// moments and coding statistics: keys are rotated by their position, and bases must have seen the
 /// positions at which they will be used. Every second window is half as long and gives coding
 /// statistics alone; about two thirds of the tokens thus enter the moments.
-/// @param forms  the forms of the keys that statistics are of; one pass serves both
+/// @param forms  the forms of the keys that statistics are of: one, or each once; one pass serves
+/// both
 Calibration calibrate(const Engine& engine, const std::string& text, std::int64_t max_tokens,
                       int window,
-                      std::initializer_list<lowrankkv::Rope> forms = {lowrankkv::Rope::post});
+                      const std::vector<lowrankkv::Rope>& forms = {lowrankkv::Rope::post});
 
 /// Statistics from the projections' weights alone, without a text: of queries and keys before RoPE,
 /// and of values, for inputs whose channels are independent and of unit size before the gain of
@@ -106,22 +127,18 @@ std::vector<Sample> load_samples(const std::string& prefix, const std::vector<st
 void measure_retrieval(const Engine& engine, std::vector<Contender>& contenders,
                        const std::string& set, const std::vector<Sample>& samples, int tail);
 
-/// Tokens/s of prefill and of single-token decode steps after it, medians over `rounds`, contenders
-/// in turn.
-void measure_speed(const Engine& engine, std::vector<Contender>& contenders,
-                   const std::vector<std::int32_t>& prompt, int decode_tokens, int rounds);
-
 struct Sampling {
   float temperature = 0.0F;  ///< 0: greedy
   float top_p = 1.0F;
   std::uint64_t seed = 0;
 };
 /// Generates up to max_tokens ids after `prompt`; stops at an end token. on_token is called with
-/// each.
+/// each, at_end while the sequence is still there.
 std::vector<std::int32_t> generate(const Engine& engine, KvStore& store,
                                    const std::vector<std::int32_t>& prompt, int max_tokens,
                                    const Sampling& sampling,
-                                   const std::function<void(std::int32_t)>& on_token);
+                                   const std::function<void(std::int32_t)>& on_token,
+                                   const std::function<void()>& at_end = {});
 
 /// Exact prefill of `tokens` into an empty sequence of `store`; returns the hidden states.
 std::vector<float> prefill(const Engine& engine, KvStore& store, lowrankkv::SequenceId seq,

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // lowrankkv-llama: a Llama-architecture model on the CPU over a compressed KV cache.
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
 #include <iostream>
 #include <map>
@@ -12,6 +14,7 @@
 #include "evaluate.hpp"
 #include "lowrankkv/calibrate/bundle.hpp"
 #include "report.hpp"
+#include "speed.hpp"
 #include "synthesize.hpp"
 
 namespace {
@@ -38,9 +41,9 @@ struct Options {
     app->add_option("--seed", seed,
                     "seed of sampling and of synthesize; everything else is deterministic")
         ->capture_default_str();
-    app->add_option("--json", json, "write the result to this file");
   }
   void add_method(CLI::App* app) {
+    app->add_option("--json", json, "write the table's rows to this file");
     app->add_option("--method", methods, "method, or several separated by commas (see 'methods')")
         ->delimiter(',')
         ->capture_default_str();
@@ -50,8 +53,8 @@ struct Options {
         ->check(CLI::Range(0.001, 1.0))
         ->capture_default_str();
     app->add_option("--bases", bases,
-                    "bundle written by 'calibrate', or two separated by a comma, of rotated and of "
-                    "pre-RoPE keys; every method but those that choose tokens needs one")
+                    "bundle written by 'calibrate', or two separated by a comma, of post-RoPE and "
+                    "of pre-RoPE keys; every method but those that choose tokens needs one")
         ->delimiter(',')
         ->check(CLI::ExistingFile);
     const std::map<std::string, lowrankkv::DType> types{{"f32", lowrankkv::DType::f32},
@@ -69,14 +72,15 @@ struct Options {
         ->option_text("keys|queries-and-keys|query-aware [queries-and-keys]");
     app->add_option("--context", method.context,
                     "tokens at which methods that think in bytes or windows meet their ratio; "
-                    "default: bpb 1024, retrieve its first prompt's, generate those of prompt and "
-                    "answer, but at least 2048 or the model's context if that is less")
+                    "default: bpb 1024, retrieve its first prompt's, speed its prompt's, generate "
+                    "those of prompt and answer, but at least 2048 or the model's context if that "
+                    "is less")
         ->check(CLI::PositiveNumber);
     app->add_option("--outliers", method.outlier_share,
                     "share of tokens at full rank because of their error (OjaKVv2, Budgeted)")
         ->check(CLI::Range(0.0, 1.0));
     app->add_flag("--pre-rope", method.pre_rope,
-                  "store keys before their rotary embedding (bases: calibrate --pre-rope)");
+                  "store keys before their rotary embedding (bases: calibrate --pre-rope-out)");
     const std::map<std::string, bool> devices{{"cpu", false}, {"cuda", true}};
     app->add_option(
            "--device", method.on_gpu,
@@ -114,11 +118,32 @@ struct Options {
   }
 };
 
-void finish(const Options& options, const std::vector<llama::Contender>& contenders) {
+std::vector<llama::Row> rows_of(const std::vector<llama::Contender>& contenders) {
   std::vector<llama::Row> rows;
   for (const llama::Contender& contender : contenders) rows.push_back(contender.row);
-  llama::print_table(rows);
+  return rows;
+}
+
+/// Says where more bytes were used than asked for, and writes --json.
+void close(const Options& options, const std::vector<llama::Row>& rows) {
+  for (const std::string& line : llama::excess_warnings(rows))
+    std::fprintf(stderr, "%s\n", line.c_str());
   if (!options.json.empty()) llama::write_json(options.json, rows);
+}
+
+void finish(const Options& options, const std::vector<llama::Row>& rows) {
+  llama::print_table(rows);
+  std::fflush(stdout);  // before warnings, where both go to one file
+  close(options, rows);
+}
+
+/// Writes the bundle of one form of the keys.
+void save(const std::string& path, const std::vector<lowrankkv::calibrate::LayerMoments>& moments,
+          const std::string& source) {
+  lowrankkv::calibrate::save_moments(path, moments, {{"source", source}});
+  std::printf("wrote %s: %s keys, %zu layers, %.0f tokens\n", path.c_str(),
+              moments.front().rope().keys == lowrankkv::Rope::pre ? "pre-RoPE" : "post-RoPE",
+              moments.size(), moments.front().head(0).key.count);
 }
 
 std::string file_stem(const std::string& path) {
@@ -177,6 +202,27 @@ int main(int argc, char** argv) try {
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
 
+  CLI::App* speed = app.add_subcommand(
+      "speed", "tokens/s of prompts and of decode steps, paired with FullKV in one run");
+  std::vector<std::int64_t> contexts{1024};
+  llama::SpeedOptions timing;
+  options.add_model(speed);
+  options.add_method(speed);
+  speed->add_option("--contexts", contexts, "tokens of the prompt, or several separated by commas")
+      ->delimiter(',')
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  speed->add_option("--decode-tokens", timing.decode_tokens, "steps of one token behind a prompt")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  speed->add_option("--repeats", timing.rounds, "repeats, of which the median counts")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  speed
+      ->add_option("--text,text", text,
+                   "text file whose beginning prompts are; default: ids drawn from the vocabulary")
+      ->check(CLI::ExistingFile);
+
   CLI::App* calibrate = app.add_subcommand(
       "calibrate", "moments of a text's queries, keys and values, from which every basis follows");
   std::string out = "bases.safetensors";
@@ -202,7 +248,13 @@ int main(int argc, char** argv) try {
       ->check(CLI::Range(2, 1 << 20));
 
   bool pre_rope = false;
-  calibrate->add_flag("--pre-rope", pre_rope, "statistics of keys before their rotary embedding");
+  CLI::Option* pre_rope_alone = calibrate->add_flag(
+      "--pre-rope", pre_rope, "statistics of keys before their rotary embedding, and no others");
+  std::string pre_rope_out;
+  calibrate
+      ->add_option("--pre-rope-out", pre_rope_out,
+                   "a second bundle, of keys before their rotary embedding, in the same pass")
+      ->excludes(pre_rope_alone);
 
   CLI::App* synthesize = app.add_subcommand(
       "synthesize", "fresh samples of the retrieval tasks, to tune constants on");
@@ -251,19 +303,24 @@ int main(int argc, char** argv) try {
   if (calibrate->parsed()) {
     if (text.empty() && !from_weights)
       throw std::runtime_error("calibrate: --text or --from-weights is needed");
-    const lowrankkv::Rope form = pre_rope ? lowrankkv::Rope::pre : lowrankkv::Rope::post;
-    const auto moments =
-        from_weights
-            ? llama::calibrate_from_weights(engine)
-            : llama::calibrate(engine, llama::read_text(text), calibration_tokens,
-                               calibration_window != 0 ? calibration_window
-                                                       : engine.model.config().max_positions,
-                               {form})
-                  .of(form);
-    lowrankkv::calibrate::save_moments(out, moments,
-                                       {{"source", from_weights ? "weights" : file_stem(text)}});
-    std::printf("wrote %s: %d layers, %.0f tokens\n", out.c_str(), engine.model.config().num_layers,
-                moments.front().head(0).key.count);
+    if (from_weights) {
+      if (!pre_rope_out.empty())
+        throw std::runtime_error("calibrate: --from-weights has pre-RoPE keys alone, for --out; " +
+                                 pre_rope_out + " asked for by --pre-rope-out");
+      save(out, llama::calibrate_from_weights(engine), "weights");
+      return 0;
+    }
+    if (!pre_rope_out.empty() &&
+        std::filesystem::weakly_canonical(pre_rope_out) == std::filesystem::weakly_canonical(out))
+      throw std::runtime_error("calibrate: --out " + out + " and --pre-rope-out " + pre_rope_out +
+                               " are one file, two needed");
+    std::vector<lowrankkv::Rope> forms{pre_rope ? lowrankkv::Rope::pre : lowrankkv::Rope::post};
+    if (!pre_rope_out.empty()) forms.push_back(lowrankkv::Rope::pre);
+    const llama::Calibration moments = llama::calibrate(
+        engine, llama::read_text(text), calibration_tokens,
+        calibration_window != 0 ? calibration_window : engine.model.config().max_positions, forms);
+    save(out, moments.of(forms.front()), file_stem(text));
+    if (!pre_rope_out.empty()) save(pre_rope_out, moments.pre_rope, file_stem(text));
     return 0;
   }
   if (synthesize->parsed()) {
@@ -279,7 +336,7 @@ int main(int argc, char** argv) try {
     auto contenders = options.contenders(engine, 1024, 1024);
     llama::measure_bits_per_byte(engine, contenders, file_stem(text), llama::read_text(text),
                                  max_windows);
-    finish(options, contenders);
+    finish(options, rows_of(contenders));
     return 0;
   }
   if (retrieve->parsed()) {
@@ -288,7 +345,16 @@ int main(int argc, char** argv) try {
                                          static_cast<std::int64_t>(set.front().prompt.size()));
     llama::measure_retrieval(engine, contenders, eval.substr(eval.find_last_of('/') + 1), set,
                              tail);
-    finish(options, contenders);
+    finish(options, rows_of(contenders));
+    return 0;
+  }
+  if (speed->parsed()) {
+    const std::int64_t longest = *std::max_element(contexts.begin(), contexts.end());
+    const auto tokens = text.empty() ? llama::drawn_tokens(engine.model.config(), longest)
+                                     : llama::encode_prompt(engine, llama::read_text(text));
+    finish(options, llama::measure_speed_at(engine, options.methods, options.ratios, options.method,
+                                            llama::load_bases(engine, options.bases), contexts,
+                                            tokens, timing));
     return 0;
   }
   if (prompt == "-") prompt.assign(std::istreambuf_iterator<char>(std::cin), {});
@@ -302,12 +368,17 @@ int main(int argc, char** argv) try {
     if (contenders.size() > 1)
       std::printf("--- %s %.2f\n", contender.row.method.c_str(), contender.row.ratio);
     std::printf("%s", prompt.c_str());
-    llama::generate(engine, *contender.store, ids, max_tokens, sampling, [&](std::int32_t id) {
-      std::fputs(engine.tokenizer.bytes(id).c_str(), stdout);
-      std::fflush(stdout);
-    });
+    llama::generate(
+        engine, *contender.store, ids, max_tokens, sampling,
+        [&](std::int32_t id) {
+          std::fputs(engine.tokenizer.bytes(id).c_str(), stdout);
+          std::fflush(stdout);
+        },
+        [&] { llama::note_memory(engine, contender); });
     std::printf("\n");
   }
+  std::fflush(stdout);
+  close(options, rows_of(contenders));
   return 0;
 } catch (const std::bad_alloc&) {
   std::fprintf(stderr, "lowrankkv-llama: not enough memory\n");

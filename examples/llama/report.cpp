@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "report.hpp"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
@@ -35,25 +36,57 @@ std::string cell(const Map& map, const std::string& name, double scale, int digi
   return text;
 }
 
+/// "8": bytes were 8 % above the ratio; "-": not above; nothing without a ratio.
+std::string excess_cell(const Row& row) {
+  if (row.knob.empty() || row.largest_ratio_measured == 0.0) return "";
+  char text[32];
+  std::snprintf(text, sizeof text, "%.0f", 100.0 * row.excess());
+  return std::string(text) == "0" ? "-" : text;
+}
+
 }  // namespace
+
+std::vector<std::string> excess_warnings(const std::vector<Row>& rows) {
+  std::vector<std::string> lines;
+  for (const Row& row : rows) {
+    if (row.excess() <= 0.05) continue;
+    char numbers[160];
+    std::snprintf(numbers, sizeof numbers,
+                  "%g asked for, %.3f of the bytes of f16 used at %lld tokens, %.0f %% more",
+                  row.ratio, row.largest_ratio_measured,
+                  static_cast<long long>(row.largest_context), 100.0 * row.excess());
+    lines.push_back("warning: " + row.method + " (ratio: " + row.knob + "): " + numbers);
+  }
+  if (!lines.empty())
+    lines.push_back(
+        "Rows at full rank, rows that wait for a flush and unfilled pages are a larger part of "
+        "short contexts. --context says at how many tokens a ratio in bytes is met.");
+  return lines;
+}
 
 void print_table(const std::vector<Row>& rows) {
   const auto texts = names(rows, &Row::bits_per_byte);
   const auto tasks = names(rows, &Row::exact_match);
-  bool speed = false;
-  for (const Row& row : rows) speed = speed || row.decode_tokens_per_second > 0.0;
-  std::printf("%-16s %5s %9s %7s", "method", "ratio", "bytes/tok", "x f16");
+  bool speed = false, paired = false;
+  for (const Row& row : rows) {
+    speed = speed || row.decode.tokens_per_second > 0.0;
+    paired = paired || row.decode.times_full > 0.0;
+  }
+  std::printf("%-16s %5s %9s %7s %6s", "method", "ratio", "bytes/tok", "x f16", "over %");
   if (!texts.empty() && !tasks.empty()) std::printf(" %7s", "text x");
   for (const auto& name : texts)
     std::printf(" %*s", static_cast<int>(std::max<std::size_t>(7, name.size() + 4)),
                 ("bpb " + name).c_str());
   for (const auto& name : tasks) std::printf(" %5s", name.c_str());
   if (!tasks.empty()) std::printf(" %6s", "mean %");
+  const bool lengths = speed && texts.empty() && tasks.empty();  // else one that the caller names
+  if (lengths) std::printf(" %7s", "prompt");
   if (speed) std::printf(" %10s %9s", "prefill/s", "decode/s");
+  if (paired) std::printf(" %9s %8s", "prefill x", "decode x");
   std::printf("\n");
   for (const Row& row : rows) {
-    std::printf("%-16s %5.2f %9.1f %7.3f", row.method.c_str(), row.ratio, row.bytes_per_token,
-                row.ratio_measured);
+    std::printf("%-16s %5.2f %9.1f %7.3f %6s", row.method.c_str(), row.ratio, row.bytes_per_token,
+                row.ratio_measured, excess_cell(row).c_str());
     if (!texts.empty() && !tasks.empty()) std::printf(" %7.3f", row.text_ratio_measured);
     for (const auto& name : texts)
       std::printf(" %*s", static_cast<int>(std::max<std::size_t>(7, name.size() + 4)),
@@ -61,8 +94,10 @@ void print_table(const std::vector<Row>& rows) {
     for (const auto& name : tasks)
       std::printf(" %5s", cell(row.exact_match, name, 100.0, 0).c_str());
     if (!tasks.empty()) std::printf(" %6.1f", 100.0 * row.mean_exact_match());
+    if (lengths) std::printf(" %7lld", static_cast<long long>(row.prompt_tokens));
     if (speed)
-      std::printf(" %10.0f %9.1f", row.prefill_tokens_per_second, row.decode_tokens_per_second);
+      std::printf(" %10.0f %9.1f", row.prefill.tokens_per_second, row.decode.tokens_per_second);
+    if (paired) std::printf(" %9.2f %8.2f", row.prefill.times_full, row.decode.times_full);
     std::printf("\n");
   }
 }
@@ -76,6 +111,11 @@ void write_json(const std::string& path, const std::vector<Row>& rows) {
     object["bytes_per_token"] = row.bytes_per_token;
     object["ratio_measured"] = row.ratio_measured;
     object["context"] = row.context;
+    if (!row.knob.empty() && row.largest_ratio_measured > 0.0) {
+      object["largest_ratio_measured"] = row.largest_ratio_measured;
+      object["largest_context"] = row.largest_context;
+      object["over_ratio"] = row.excess();
+    }
     if (!row.bits_per_byte.empty()) {
       object["bits_per_byte"] = row.bits_per_byte;
       object["text_ratio_measured"] = row.text_ratio_measured;
@@ -86,9 +126,14 @@ void write_json(const std::string& path, const std::vector<Row>& rows) {
       object["samples"] = row.samples;
       object["outcomes"] = row.outcomes;
     }
-    if (row.decode_tokens_per_second > 0.0) {
-      object["tokens_per_second"] = {{"prefill", row.prefill_tokens_per_second},
-                                     {"decode", row.decode_tokens_per_second}};
+    if (row.decode.tokens_per_second > 0.0) {
+      object["prompt_tokens"] = row.prompt_tokens;
+      object["tokens_per_second"] = {{"prefill", row.prefill.tokens_per_second},
+                                     {"decode", row.decode.tokens_per_second}};
+      if (row.decode.times_full > 0.0)
+        object["times_full"] = {{"prefill", row.prefill.times_full},
+                                {"decode", row.decode.times_full}};
+      object["seconds"] = {{"prefill", row.prefill.seconds}, {"decode", row.decode.seconds}};
     }
     list.push_back(std::move(object));
   }
@@ -99,17 +144,17 @@ void write_csv(const std::string& path, const std::vector<Row>& rows) {
   const auto texts = names(rows, &Row::bits_per_byte);
   const auto tasks = names(rows, &Row::exact_match);
   std::ofstream out = open(path);
-  out << "method,ratio,bytes_per_token,ratio_measured,context,text_ratio_measured";
+  out << "method,ratio,bytes_per_token,ratio_measured,context,text_ratio_measured,over_ratio";
   for (const auto& name : texts) out << ",bits_per_byte_" << name;
   for (const auto& name : tasks) out << ",exact_match_" << name;
   out << ",exact_match_mean,prefill_tokens_per_second,decode_tokens_per_second\n";
   for (const Row& row : rows) {
     out << row.method << ',' << row.ratio << ',' << row.bytes_per_token << ',' << row.ratio_measured
-        << ',' << row.context << ',' << row.text_ratio_measured;
+        << ',' << row.context << ',' << row.text_ratio_measured << ',' << row.excess();
     for (const auto& name : texts) out << ',' << cell(row.bits_per_byte, name, 1.0, 6);
     for (const auto& name : tasks) out << ',' << cell(row.exact_match, name, 1.0, 4);
-    out << ',' << row.mean_exact_match() << ',' << row.prefill_tokens_per_second << ','
-        << row.decode_tokens_per_second << '\n';
+    out << ',' << row.mean_exact_match() << ',' << row.prefill.tokens_per_second << ','
+        << row.decode.tokens_per_second << '\n';
   }
 }
 

@@ -11,6 +11,9 @@ namespace llama {
 
 /// A table of what the rows hold, on standard output.
 void print_table(const std::vector<Row>& rows);
+/// A line for every row whose bytes were more than 5 % above its ratio, with both values; and what
+/// to do, if there is one.
+std::vector<std::string> excess_warnings(const std::vector<Row>& rows);
 /// An array with one object a row.
 void write_json(const std::string& path, const std::vector<Row>& rows);
 void write_csv(const std::string& path, const std::vector<Row>& rows);

@@ -474,16 +474,8 @@ const std::vector<std::string>& synthetic_tasks() {
 }
 
 std::string words_beside(const std::filesystem::path& program) {
-  const std::filesystem::path file = program.parent_path() / "words.txt";
-  std::error_code unreadable;
-  if (!program.empty() && std::filesystem::is_regular_file(file, unreadable)) return file.string();
-  throw std::runtime_error("synthesize: no words at " + file.string() +
-                           "; name a file with --words (examples/data/words.txt of the sources)");
-}
-
-std::filesystem::path this_program() {
-  std::error_code unknown;
-  return std::filesystem::read_symlink("/proc/self/exe", unknown);
+  return beside(program, "words.txt", "synthesize: no words",
+                "name a file with --words (examples/data/words.txt of the sources)");
 }
 
 std::vector<std::string> read_words(const std::string& path) {

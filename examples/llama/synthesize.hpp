@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "evaluate.hpp"
+#include "program_folder.hpp"
 
 namespace llama {
 
@@ -45,9 +46,6 @@ std::vector<SyntheticSample> synthesize(const Tokenizer& tokenizer, const Config
 /// words.txt in the folder of a program, where the build puts it. Throws std::runtime_error, which
 /// names the option that takes another file, if there is none.
 std::string words_beside(const std::filesystem::path& program);
-
-/// Where the running program is; empty if the system does not say.
-std::filesystem::path this_program();
 
 /// The words of a file, each once, of which keys and phrases are made.
 std::vector<std::string> read_words(const std::string& path);

@@ -8,7 +8,9 @@
 
 #include "evaluate.hpp"
 #include "lowrankkv/calibrate/bundle.hpp"
+#include "program_folder.hpp"
 #include "report.hpp"
+#include "speed.hpp"
 
 namespace {
 
@@ -44,11 +46,12 @@ void show_needle(const llama::Engine& engine, std::vector<llama::Contender>& con
 
 int main(int argc, char** argv) try {
   CLI::App app{"Calibrates bases on a text and measures every method on the nano model"};
-  std::string data = LOWRANKKV_EXAMPLE_DATA;
+  std::string data;
   std::string out = "build/quickstart";
   int threads = 2;
   int samples = 16;
-  app.add_option("--data", data, "folder with nano/ and text/")->capture_default_str();
+  app.add_option("--data", data, "folder with nano/ and text/; default: data beside this program")
+      ->check(CLI::ExistingDirectory);
   app.add_option("--out", out, "folder for results.json, results.csv and the plot")
       ->capture_default_str();
   app.add_option("--threads", threads, "threads")->check(CLI::Range(1, 256))->capture_default_str();
@@ -56,6 +59,9 @@ int main(int argc, char** argv) try {
       ->check(CLI::Range(1, 50))
       ->capture_default_str();
   CLI11_PARSE(app, argc, argv);
+  if (data.empty())
+    data = llama::beside(llama::this_program(), "data", "no data",
+                         "name a folder with --data (examples/data of the sources)");
   std::filesystem::create_directories(out);
 
   const llama::Engine engine(data + "/nano", threads);
@@ -84,16 +90,17 @@ int main(int argc, char** argv) try {
                                llama::read_text(data + "/text/code.txt"), 8);
   const auto set = llama::load_samples(data + "/nano/eval/retrieval_1024",
                                        {"s1", "s2", "s3", "mk1", "mk2", "vt"}, samples);
-  llama::measure_speed(engine, contenders, set.front().prompt, 64, 3);
+  llama::measure_speed(engine, contenders, set.front().prompt, {.decode_tokens = 64, .rounds = 3});
   llama::measure_retrieval(engine, contenders, "retrieval_1024", set,
                            32);  // last: the bytes in the table are those of these prompts
 
   std::printf(
       "\nBytes are measured at the end of prompts of about 1000 tokens (text x: at the end of the "
       "texts' windows, 256 tokens of prompt\n"
-      "and 768 decoded), everything counted. bpb: bits per byte (lower is better);\n"
+      "and 768 decoded), everything counted. over %%: by how much the most that a method took "
+      "exceeds its ratio. bpb: bits per byte (lower is better);\n"
       "s1 ... vt: retrieval, exact match in %%; tokens/s on %d threads, prefill of %zu tokens, "
-      "then one token at a time.\n\n",
+      "then one token at a time, and how many times as fast as FullKV.\n\n",
       threads, set.front().prompt.size());
   std::vector<llama::Row> rows;
   for (const llama::Contender& contender : contenders) rows.push_back(contender.row);

@@ -67,16 +67,39 @@ struct BudgetedModel {
   /// Policies of Budgeted<Backend>, for either backend.
   Policies<PerHead, Static, Compose<SinkRecent, ResidualOutliers>, TransformCode> policies;
   BudgetOptions options;  ///< the options that it was made for
+  CacheShape shape;       ///< of every layer
 
   /// @brief Sets the fields that the byte budget assumes: how full rows are stored, the page size
   /// (0, the cache's own, if the options are for_cuda()), and f32 epochs. A model whose options are
   /// not for_cuda() needs page_bytes 0 afterwards on a GPU.
+  ///
+  /// The budget is met by a prompt of options.context tokens. ratio_at() says what other sequences
+  /// take of such a cache.
   void configure(CacheConfig& config) const {
     config.full_type = options.full_type;
     config.full_row_bits = options.full_row_bits;
     config.page_bytes = options.page_bytes_of_cache ? 0 : options.page_bytes;
     // All sequences share this epoch, and metrics with a wide spectrum need the precision.
     config.epoch_type = DType::f32;
+  }
+
+  /// @brief Bytes of a sequence of all layers, as MemoryUsage::total() counts them.
+  /// @param tokens   length of the sequence, at least 0
+  /// @param waiting  tokens decoded since the last flush: they are at full rank. Up to
+  /// CacheConfig::flush_interval between two calls of maintain()
+  ///
+  /// Exact on the CPU if options.outlier_share is 0, else outliers count with their share. On the
+  /// Cuda backend tiles have sizes of their own, and bytes are a little higher.
+  std::int64_t bytes_at(std::int64_t tokens, std::int64_t waiting = 0) const;
+
+  /// @brief bytes_at() over the bytes of f16 K and V of as many tokens. More than options.ratio
+  /// where the sequence is shorter than options.context or tokens wait for a flush: there are then
+  /// more rows at full rank for each token. 0 for 0 tokens.
+  double ratio_at(std::int64_t tokens, std::int64_t waiting = 0) const {
+    if (tokens <= 0) return 0.0;
+    return static_cast<double>(bytes_at(tokens, waiting)) /
+           (4.0 * shape.head_dim * shape.num_kv_heads * static_cast<double>(bases.size()) *
+            static_cast<double>(tokens));
   }
 };
 
@@ -188,6 +211,21 @@ inline std::int64_t budgeted_bytes(const CacheShape& shape,
   return bytes;
 }
 
+/// @brief See the declaration: budgeted_bytes() of the bits that the bases have.
+inline std::int64_t BudgetedModel::bytes_at(std::int64_t tokens, std::int64_t waiting) const {
+  std::vector<std::vector<std::uint8_t>> bits;
+  for (const LayerBasis& layer : bases) {
+    for (const HeadBasis& head : layer.heads) {
+      bits.push_back(head.key_bits);
+      bits.push_back(head.value_bits);
+    }
+  }
+  BudgetOptions at = options;
+  at.context = (std::max)(std::int64_t{0}, tokens);
+  at.recent += static_cast<int>(waiting);
+  return budgeted_bytes(shape, bits, at);
+}
+
 /// @brief Computes bases, bits and policies for one byte budget over a whole model.
 ///
 /// The bases are the principal axes of the centred rows in the metrics of CodingStatistics. Bits
@@ -264,6 +302,7 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
 
   BudgetedModel model;
   model.options = options;
+  model.shape = shape;
   std::size_t part = 0;
   for (std::size_t layer = 0; layer < layers.size(); ++layer) {
     LayerBasis& basis = model.bases.emplace_back();

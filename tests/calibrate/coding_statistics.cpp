@@ -147,4 +147,72 @@ TEST_CASE("coding statistics of pre-RoPE keys: every reader rotated back by the 
         1e-3 * rotated.head(0).value_metric.norm());
 }
 
+TEST_CASE("statistics of both forms of the keys in one pass are those of two passes") {
+  std::mt19937_64 random(9);
+  constexpr int dim = 8, n = 200, context = 120, exempt = 10;
+  const CacheShape shape{4, 2, dim};
+  const RopeConfig rope = pre_rope(RopePairing::half_split, 100.0);
+  const auto q = gaussian_rows(random, n * 4 * dim), k = gaussian_rows(random, n * 2 * dim),
+             v = gaussian_rows(random, n * 2 * dim);
+  const auto rotated = rotate_rows(k, 2, dim, rope);
+  const QueryView query(q.data(), n, 4, dim);
+  const KeyView key(rotated.data(), n, 2, dim), pre_rope_key(k.data(), n, 2, dim);
+  const ValueView value(v.data(), n, 2, dim);
+  std::vector<MatrixXd> grams;
+  for (int head = 0; head < 4; ++head) {
+    const MatrixXd weight = MatrixXd::Identity(dim, dim) * (1.0 + head);
+    grams.push_back(weight * weight.transpose());
+  }
+  calibrate::CodingStatistics post(shape, {}, exempt), pre(shape, rope, exempt);
+  for (auto* statistics : {&post, &pre}) statistics->set_output_grams(grams);
+  auto both_post = post, both_pre = pre;
+  const auto run = [](int count, auto&& function) {
+    for (int index = 0; index < count; ++index) function(index);
+  };
+  for (int pass = 0; pass < 2; ++pass) {
+    post.add(query, key, value, context, 3);
+    pre.add(query, pre_rope_key, value, context, 3);
+    both_post.add_both(both_pre, query, key, pre_rope_key, value, context, 3, run);
+  }
+  CHECK(both_post.num_queries() == post.num_queries());
+  CHECK(both_pre.num_queries() == pre.num_queries());
+  for (int head = 0; head < 2; ++head) {
+    CHECK(both_post.head(head).key.second == post.head(head).key.second);
+    CHECK(both_post.head(head).value.second == post.head(head).value.second);
+    CHECK(both_post.head(head).key_metric == post.head(head).key_metric);
+    CHECK(both_post.head(head).value_metric == post.head(head).value_metric);
+    CHECK(both_pre.head(head).key.second == pre.head(head).key.second);
+    CHECK(both_pre.head(head).value.second == pre.head(head).value.second);
+    // Weights are those of the keys as they came, not as rotated here: to rounding.
+    const auto close = [](const MatrixXd& a, const MatrixXd& b) {
+      return (a - b).norm() < 1e-4 * b.norm();
+    };
+    CHECK(close(both_pre.head(head).key_metric, pre.head(head).key_metric));
+    CHECK(close(both_pre.head(head).value_metric, pre.head(head).value_metric));
+    CHECK_FALSE(close(both_pre.head(head).key_metric, post.head(head).key_metric));
+  }
+  const auto refused = [&](calibrate::CodingStatistics first, calibrate::CodingStatistics second,
+                           const char* message) {
+    CHECK_THROWS_WITH_AS(first.add_both(second, query, key, pre_rope_key, value, context, 3, run),
+                         message, Error);
+    CHECK(first.num_queries() + second.num_queries() == 0.0);
+  };
+  const calibrate::CodingStatistics fresh(shape, {}, exempt), of_pre(shape, rope, exempt);
+  refused(of_pre, fresh,
+          "coding statistics: of pre-RoPE and of post-RoPE keys, post and pre expected");
+  refused(fresh, fresh,
+          "coding statistics: of post-RoPE and of post-RoPE keys, post and pre expected");
+  refused(fresh, calibrate::CodingStatistics(shape, rope, 3),
+          "exempt: coding statistics 10, those of pre-RoPE keys 3");
+  refused(
+      fresh,
+      calibrate::CodingStatistics({4, 2, 2 * dim}, support::pre_rope(rope.pairing, 100.0), exempt),
+      "head_dim: coding statistics 8, those of pre-RoPE keys 16: shapes differ");
+  calibrate::CodingStatistics other_grams(shape, rope, exempt);
+  other_grams.set_output_grams(grams);
+  refused(fresh, other_grams,
+          "output grams: coding statistics and those of pre-RoPE keys have others, the same "
+          "expected");
+}
+
 }  // namespace coding_statistics_tests

@@ -214,6 +214,11 @@ TEST_CASE(
   };
   CHECK(contenders[2].row.text_ratio_measured < 1.02 * contenders[1].row.text_ratio_measured);
   CHECK(lost(2) < 0.7 * lost(1));
+  // Decoded tokens that wait for a flush are not in the budget: the row says so.
+  const Row& over = contenders[1].row;
+  CHECK(over.largest_ratio_measured >= over.text_ratio_measured);
+  CHECK(over.largest_context == 1024);
+  CHECK(over.excess() > 0.1);
   CHECK_THROWS_AS(make_store({.method = "Budgeted+PreRoPE"}, nano().model.config(), 1100,
                              {nano_moments().post_rope, {}}, nano().threads),
                   std::runtime_error);

@@ -138,43 +138,41 @@ class CodingStatistics {
   /// @throws ShapeError if extents differ or context is not in [1, n]
   ///
   /// Cost: 6 n head_dim products per query used and head. Memory: 64 n floats.
-  template <class Run, class Real = float>
+  template <class Run>
   void add(const QueryView& query, const KeyView& key, const ValueView& value, std::int64_t context,
            int query_stride, Run&& run) {
-    using Rows = RowsOf<Real>;
-    const std::int64_t n = key.num_tokens;
-    ::lowrankkv::detail::check_rows("query", query, n, shape_.num_qo_heads, shape_.head_dim);
-    ::lowrankkv::detail::check_rows("key", key, n, shape_.num_kv_heads, shape_.head_dim);
-    ::lowrankkv::detail::check_rows("value", value, n, shape_.num_kv_heads, shape_.head_dim);
-    if (context < 1 || context > n)
-      ::lowrankkv::detail::fail<ShapeError>("context: 1 to ", n, " tokens, given ", context);
-    std::vector<std::int64_t> readers;
-    for (std::int64_t token = context; token < n; token += (std::max)(1, query_stride))
-      readers.push_back(token);
-    const std::int64_t first = (std::min)(std::int64_t{exempt_}, context);
-    run(shape_.num_kv_heads, [&](int index) {
-      CodingHead& head = heads_[static_cast<std::size_t>(index)];
-      Rows keys = load<Rows>(key, index);
-      const Rows values = load<Rows>(value, index);
-      head.key.add({keys.data() + first * shape_.head_dim, context - first, shape_.head_dim});
-      head.value.add({values.data() + first * shape_.head_dim, context - first, shape_.head_dim});
-      if (pre_rope()) rotary_.rotate_rows({}, 0, n, keys.data(), shape_.head_dim);
-      for (int member = 0; member < shape_.group_size(); ++member) {
-        const int which = index * shape_.group_size() + member;
-        // v N v^T of every stored row, which is the same for all readers.
-        const Eigen::MatrixX<Real> gram =
-            grams_[static_cast<std::size_t>(which)].template cast<Real>();
-        const auto stored = values.middleRows(first, context - first);
-        const Eigen::VectorX<Real> energies = (stored * gram).cwiseProduct(stored).rowwise().sum();
-        for (std::size_t begin = 0; begin < readers.size(); begin += kBlock) {
-          const auto from = readers.begin() + static_cast<std::ptrdiff_t>(begin);
-          const auto to = readers.begin() +
-                          static_cast<std::ptrdiff_t>((std::min)(begin + kBlock, readers.size()));
-          add_block(query, which, {from, to}, keys, values, gram, energies, first, context, head);
-        }
-      }
-    });
-    num_queries_ += static_cast<double>(readers.size());
+    add_rows(query, key, value, context, query_stride, run, nullptr, key);
+  }
+  /// @brief add() to these statistics, which are of post-RoPE keys, and to those of pre-RoPE keys
+  /// of the same sequence. Attention weights, which are most of the cost, are computed once.
+  /// @param pre_rope      statistics of pre-RoPE keys, of the same shape, exempt rows and output
+  /// grams
+  /// @param key           [n, num_kv_heads, head_dim], post-RoPE
+  /// @param pre_rope_key  the same keys before their rotary embedding
+  /// @throws ValueError if the two are not of these forms, or differ in exempt rows or output
+  /// grams; ShapeError as add()
+  template <class Run>
+  void add_both(CodingStatistics& pre_rope, const QueryView& query, const KeyView& key,
+                const KeyView& pre_rope_key, const ValueView& value, std::int64_t context,
+                int query_stride, Run&& run) {
+    if (rotates() || !pre_rope.rotates())
+      ::lowrankkv::detail::fail<ValueError>("coding statistics: of ", rotates() ? "pre" : "post",
+                                            "-RoPE and of ", pre_rope.rotates() ? "pre" : "post",
+                                            "-RoPE keys, post and pre expected");
+    if (!(pre_rope.shape_ == shape_))
+      ::lowrankkv::detail::fail<ShapeError>("head_dim: coding statistics ", shape_.head_dim,
+                                            ", those of pre-RoPE keys ", pre_rope.shape_.head_dim,
+                                            ": shapes differ");
+    if (pre_rope.exempt_ != exempt_)
+      ::lowrankkv::detail::fail<ValueError>("exempt: coding statistics ", exempt_,
+                                            ", those of pre-RoPE keys ", pre_rope.exempt_);
+    if (pre_rope.grams_ != grams_)
+      ::lowrankkv::detail::fail<ValueError>(
+          "output grams: coding statistics and those of pre-RoPE keys have others, the same "
+          "expected");
+    ::lowrankkv::detail::check_rows("pre_rope_key", pre_rope_key, key.num_tokens,
+                                    shape_.num_kv_heads, shape_.head_dim);
+    add_rows(query, key, value, context, query_stride, run, &pre_rope, pre_rope_key);
   }
   /// @brief add() on the calling thread.
   template <class = void>
@@ -190,6 +188,56 @@ class CodingStatistics {
   using RowsOf = Eigen::Matrix<Real, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
   static constexpr std::size_t kBlock = 64;
 
+  /// add(), and of the same sequence to `both` with `both_key`, unless that is null.
+  template <class Run, class Real = float>
+  void add_rows(const QueryView& query, const KeyView& key, const ValueView& value,
+                std::int64_t context, int query_stride, Run&& run, CodingStatistics* both,
+                const KeyView& both_key) {
+    using Rows = RowsOf<Real>;
+    const std::int64_t n = key.num_tokens;
+    ::lowrankkv::detail::check_rows("query", query, n, shape_.num_qo_heads, shape_.head_dim);
+    ::lowrankkv::detail::check_rows("key", key, n, shape_.num_kv_heads, shape_.head_dim);
+    ::lowrankkv::detail::check_rows("value", value, n, shape_.num_kv_heads, shape_.head_dim);
+    if (context < 1 || context > n)
+      ::lowrankkv::detail::fail<ShapeError>("context: 1 to ", n, " tokens, given ", context);
+    std::vector<std::int64_t> readers;
+    for (std::int64_t token = context; token < n; token += (std::max)(1, query_stride))
+      readers.push_back(token);
+    const std::int64_t first = (std::min)(std::int64_t{exempt_}, context);
+    run(shape_.num_kv_heads, [&](int index) {
+      CodingHead& head = heads_[static_cast<std::size_t>(index)];
+      const auto compressed = [&](const Rows& rows) {
+        return MatrixView(rows.data() + first * shape_.head_dim, context - first, shape_.head_dim);
+      };
+      Rows keys = load<Rows>(key, index);
+      const Rows values = load<Rows>(value, index);
+      head.key.add(compressed(keys));
+      head.value.add(compressed(values));
+      if (both != nullptr) {
+        both->head(index).key.add(compressed(load<Rows>(both_key, index)));
+        both->head(index).value.add(compressed(values));
+      }
+      if (rotates()) rotary_.rotate_rows({}, 0, n, keys.data(), shape_.head_dim);
+      for (int member = 0; member < shape_.group_size(); ++member) {
+        const int which = index * shape_.group_size() + member;
+        // v N v^T of every stored row, which is the same for all readers.
+        const Eigen::MatrixX<Real> gram =
+            grams_[static_cast<std::size_t>(which)].template cast<Real>();
+        const auto stored = values.middleRows(first, context - first);
+        const Eigen::VectorX<Real> energies = (stored * gram).cwiseProduct(stored).rowwise().sum();
+        for (std::size_t begin = 0; begin < readers.size(); begin += kBlock) {
+          const auto from = readers.begin() + static_cast<std::ptrdiff_t>(begin);
+          const auto to = readers.begin() +
+                          static_cast<std::ptrdiff_t>((std::min)(begin + kBlock, readers.size()));
+          add_block(query, which, {from, to}, keys, values, gram, energies, first, context, head,
+                    both);
+        }
+      }
+    });
+    num_queries_ += static_cast<double>(readers.size());
+    if (both != nullptr) both->num_queries_ += static_cast<double>(readers.size());
+  }
+
   template <class Rows, class View>
   Rows load(const View& view, int head) const {
     Rows rows(view.num_tokens, shape_.head_dim);
@@ -201,7 +249,8 @@ class CodingStatistics {
   template <class Rows, class Matrix, class Vector>
   void add_block(const QueryView& query, int which, const std::vector<std::int64_t>& readers,
                  const Rows& keys, const Rows& values, const Matrix& gram, const Vector& energies,
-                 std::int64_t first, std::int64_t context, CodingHead& head) const {
+                 std::int64_t first, std::int64_t context, CodingHead& head,
+                 CodingStatistics* both) const {
     const Eigen::Index count = static_cast<Eigen::Index>(readers.size());
     Rows queries(count, shape_.head_dim);
     for (Eigen::Index i = 0; i < count; ++i)
@@ -234,24 +283,35 @@ class CodingStatistics {
           static_cast<double>(sums[i]) * static_cast<double>(seen_by.col(i).dot(outputs.col(i)));
       spread[i] = (std::max)(spread[i], 0.0);
     }
-    if (pre_rope()) {
+    const auto add_pre_rope = [&](const CodingStatistics& own, Eigen::MatrixX<Real>& metric) {
       const Matrix cross = stored * seen_by;
       for (Eigen::Index i = 0; i < count; ++i) {
-        const float own = seen_by.col(i).dot(outputs.col(i));
+        const float of_output = seen_by.col(i).dot(outputs.col(i));
         const Vector shares =
             squares.col(i)
-                .cwiseProduct(((energies - 2.0F * cross.col(i)).array() + own).matrix())
+                .cwiseProduct(((energies - 2.0F * cross.col(i)).array() + of_output).matrix())
                 .cwiseMax(0.0F);
-        add_rotated(queries.row(i), shares, first, head.key_metric);
+        own.add_rotated(queries.row(i), shares, first, metric);
       }
+    };
+    const Eigen::MatrixX<Real> of_values =
+        grams_[static_cast<std::size_t>(which)] * static_cast<double>(sums.sum());
+    head.value_metric += of_values;
+    if (rotates()) {
+      add_pre_rope(*this, head.key_metric);
     } else {
       const Eigen::MatrixX<Real> wide = queries.template cast<double>();
       head.key_metric.noalias() += wide.transpose() * spread.asDiagonal() * wide;
     }
-    head.value_metric += grams_[static_cast<std::size_t>(which)] * static_cast<double>(sums.sum());
+    if (both != nullptr) {
+      CodingHead& other = both->head(which / shape_.group_size());
+      other.value_metric += of_values;
+      add_pre_rope(*both, other.key_metric);
+    }
   }
 
-  bool pre_rope() const { return rotary_.num_pairs() > 0; }
+  /// Keys arrive pre-RoPE.
+  bool rotates() const { return rotary_.num_pairs() > 0; }
 
   /// metric += sum_j share_j (q R_j)^T (q R_j), sampled. Share 0 belongs to position `first`.
   template <class Query, class Vector>
@@ -296,7 +356,7 @@ LOWRANKKV_COMPILED_TEMPLATE(void CodingStatistics::add_block<CodingStatistics::R
                                                              Eigen::MatrixXf, Eigen::VectorXf>(
     const QueryView&, int, const std::vector<std::int64_t>&, const RowsOf<float>&,
     const RowsOf<float>&, const Eigen::MatrixXf&, const Eigen::VectorXf&, std::int64_t,
-    std::int64_t, CodingHead&) const)
+    std::int64_t, CodingHead&, CodingStatistics*) const)
 
 }  // namespace calibrate
 LOWRANKKV_NAMESPACE_END

@@ -1,0 +1,20 @@
+# SPDX-License-Identifier: Apache-2.0
+# cmake -D PROGRAM=... -D FOLDER=... -P run_apart.cmake: the quickstart's program, moved elsewhere, finds the data beside it and no other.
+file(REMOVE_RECURSE ${FOLDER})
+file(COPY ${PROGRAM} DESTINATION ${FOLDER})
+get_filename_component(name ${PROGRAM} NAME)
+# run(what it must say, options...): it fails, in its own folder, with this.
+function(run expected)
+  execute_process(COMMAND ${FOLDER}/${name} ${ARGN} WORKING_DIRECTORY ${FOLDER} RESULT_VARIABLE result OUTPUT_VARIABLE said ERROR_VARIABLE said)
+  string(FIND "${said}" "${expected}" at)
+  if(result EQUAL 0 OR at EQUAL -1)
+    message(FATAL_ERROR "${ARGN}: ${result}, '${said}', expected '${expected}'")
+  endif()
+endfunction()
+run("no data at ${FOLDER}/data; name a folder with --data (examples/data of the sources)")
+if(EXISTS ${FOLDER}/build)
+  message(FATAL_ERROR "results were begun without data")
+endif()
+file(MAKE_DIRECTORY ${FOLDER}/data ${FOLDER}/other)
+run("cannot open ${FOLDER}/data/nano/tokenizer.json")
+run("cannot open ${FOLDER}/other/nano/tokenizer.json" --data ${FOLDER}/other)
