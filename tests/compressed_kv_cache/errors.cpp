@@ -18,7 +18,7 @@ constexpr SequenceId kOne = 1;
 
 LayerBasis basis() {
   support::Random random(1);
-  return support::random_basis(random, kShape, {}, 8, 6);
+  return support::random_basis(random, kShape, {.centred = false}, 8, 6);
 }
 
 /// Text of the error, or "nothing".

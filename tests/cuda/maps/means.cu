@@ -111,7 +111,7 @@ Errors stored(const support::CalibrationRows& rows, bool centred) {
   support::DeviceCache<Cache> cache(config, basis, policies);
   cache.cache.create(kSequence[0]);
   cache.ingest(kSequence[0], tokens_of(rows.key, 2, 0, kPrompt),
-               tokens_of(rows.value, 2, 0, kPrompt));
+               tokens_of(rows.value, 2, 0, kPrompt), tokens_of(rows.query, 4, kPrompt - 32, 32));
   for (int at = kPrompt; at < kTokens; at += kQueries) {
     cache.append(kSequence, tokens_of(rows.key, 2, at, kQueries),
                  tokens_of(rows.value, 2, at, kQueries));
