@@ -48,7 +48,7 @@ struct MethodOptions {
                              // ratio; 0: the capacity
   lowrankkv::DType storage = lowrankkv::DType::f16;  // coefficients, full rows and maps
   KeyBasis key_basis = KeyBasis::method_default;
-  bool centred = false;
+  bool centred = true;         // low-rank and coded methods: the calibrated means are subtracted
   float prefill_rate = -1.0F;  // Oja; negative: the library's default
   float decode_rate = -1.0F;
   float outlier_share = -1.0F;  // OjaKVv2 and Budgeted; negative: the method's default

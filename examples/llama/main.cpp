@@ -96,7 +96,8 @@ struct Options {
                     "commas; default: 2,3,4,6,8 on the CPU, 2,4,8 on the GPU")
         ->delimiter(',')
         ->check(CLI::Range(1, 8));
-    app->add_flag("--centred", method.centred, "subtract the calibrated means");
+    app->add_flag("--centred,!--uncentred", method.centred,
+                  "subtract the calibrated means, or do not, as the papers do [--centred]");
     app->add_option("--prefill-rate", method.prefill_rate, "Oja's rate on the prompt")
         ->check(CLI::NonNegativeNumber);
     app->add_option("--publish-interval", method.publish_interval,

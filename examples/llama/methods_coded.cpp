@@ -41,21 +41,9 @@ std::vector<LayerBasis> star_bases(const Recipe& recipe, double ratio, const Blo
   const double outliers = static_cast<double>(codes.outlier_share);
   const double bits = outliers * codes.high_bits + (1.0 - outliers) * codes.low_bits;
   const double share = std::min(1.0, ratio * 16.0 / bits);
-  const CacheShape& shape = recipe.config.shape;
   std::vector<LayerBasis> bases;
-  for (const auto& layer : recipe.moments) {
-    LayerBasis basis = layer.basis(recipe.basis_options(share));
-    const int rank = calibrate::rank_by_ratio(shape.num_kv_heads * shape.head_dim, share);
-    const calibrate::JointValueMaps joint =
-        calibrate::joint_values(layer.values(), shape.num_kv_heads, rank);
-    for (int head = 0; head < shape.num_kv_heads; ++head) {
-      HeadBasis& maps = basis.heads[static_cast<std::size_t>(head)];
-      maps.value_rank = rank;
-      maps.value_down =
-          linalg::to_row_major(joint.value_down.middleRows(head * shape.head_dim, shape.head_dim));
-    }
-    bases.push_back(std::move(basis));
-  }
+  for (const auto& layer : recipe.moments)
+    bases.push_back(calibrate::joint_basis(layer, recipe.basis_options(share)));
   return bases;
 }
 

@@ -38,7 +38,7 @@ std::unique_ptr<KvStore> full(Recipe recipe) {
 std::unique_ptr<KvStore> dlrp(Recipe recipe) {
   recipe.need_moments();
   calibrate::BasisOptions options = recipe.basis_options(recipe.options.ratio);
-  options.policy = {.key_metric = KeyMetric::query_aware};
+  options.policy.key_metric = KeyMetric::query_aware;
   std::vector<LayerBasis> bases;
   for (const auto& layer : recipe.moments) {
     LayerBasis basis = layer.basis(options);

@@ -6,6 +6,8 @@
 #include <cmath>
 #include <vector>
 
+#include "lowrankkv/basis/joint_values.hpp"
+#include "lowrankkv/calibrate/choose_rank.hpp"
 #include "lowrankkv/calibrate/joint_values.hpp"
 #include "support/matrices.hpp"
 
@@ -74,6 +76,59 @@ TEST_CASE("joint values lose no more than head-wise ones of the same budget") {
   CHECK_THROWS_WITH_AS(calibrate::head_wise_error(moments, 3, 5),
                        "rank: rank_per_head 5, head_dim 4", ShapeError);
   CHECK_THROWS_AS(calibrate::joint_error(moments, -1), ShapeError);
+}
+
+TEST_CASE("a layer's joint basis decomposes each group around its mean") {
+  Random random(38);
+  const CacheShape shape{4, 4, 6};
+  const int n = 200, width = shape.num_kv_heads * shape.head_dim;
+  MatrixXd values = support::gaussian(random, n, width) * support::gaussian(random, width, width);
+  values.leftCols(12).rowwise() += Eigen::RowVectorXd::Constant(12, 40.0);  // the first group
+  const FloatRows rows(values), other(support::gaussian(random, n, width));
+  calibrate::LayerMoments layer(shape);
+  layer.add({other.view().data, n, 4, 6}, {other.view().data, n, 4, 6},
+            {rows.view().data, n, 4, 6});
+  calibrate::BasisOptions options{.key_ratio = 0.5, .value_ratio = 0.25};
+  options.mean_share = 0.1;  // the other groups' means are chance
+  const LayerBasis basis = calibrate::joint_basis(layer, options, 2);
+  validate(JointValues{2}, basis, shape);
+  CHECK(basis.heads[0].value_rank == 3);
+  CHECK(basis.heads[1].value_mean.size() == 6);
+  CHECK(basis.heads[2].value_mean.empty());
+  for (int group = 0; group < 2; ++group) {
+    MatrixXd own = rows.matrix.middleCols(12 * group, 12), decoded = MatrixXd::Zero(n, 12);
+    MatrixXd coefficients = MatrixXd::Zero(n, 3);
+    Eigen::RowVectorXd mean = Eigen::RowVectorXd::Zero(12);
+    if (group == 0) mean = own.colwise().mean();
+    own.rowwise() -= mean;
+    for (int head = 0; head < 2; ++head) {
+      const HeadBasis& maps = basis.heads[static_cast<std::size_t>(2 * group + head)];
+      coefficients += own.middleCols(6 * head, 6) * support::from_row_major(maps.value_down, 6, 3);
+      for (int i = 0; i < 6 && group == 0; ++i)
+        CHECK(maps.value_mean[static_cast<std::size_t>(i)] == doctest::Approx(mean[6 * head + i]));
+    }
+    for (int head = 0; head < 2; ++head) {
+      const HeadBasis& maps = basis.heads[static_cast<std::size_t>(2 * group + head)];
+      decoded.middleCols(6 * head, 6) =
+          coefficients * support::from_row_major(maps.value_down, 6, 3).transpose();
+    }
+    calibrate::Moments moments(12);
+    moments.add(FloatRows(own).view());
+    CHECK((own - decoded).squaredNorm() ==
+          doctest::Approx(calibrate::joint_error(moments, 3)).epsilon(1e-4));
+  }
+  options.policy.centred = false;
+  CHECK(calibrate::joint_basis(layer, options, 2).heads[0].value_mean.empty());
+  options.value_energy = 0.9;
+  const LayerBasis by_energy = calibrate::joint_basis(layer, options, 2);
+  int largest = 0;
+  for (const calibrate::Moments& moments : calibrate::head_moments(layer.values(), 2))
+    largest = std::max(
+        largest, calibrate::rank_by_energy(calibrate::principal_axes(moments.second).values, 0.9));
+  CHECK(by_energy.heads[0].value_rank == largest);
+  CHECK(by_energy.heads[3].value_rank == largest);
+  CHECK_THROWS_WITH_AS(calibrate::joint_basis(layer, options, 3),
+                       "joint values: heads_per_group 3, num_kv_heads 4", ShapeError);
 }
 
 TEST_CASE("an absorbed output projection reads coefficients as the engine reads decoded values") {

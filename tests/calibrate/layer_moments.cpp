@@ -71,6 +71,7 @@ TEST_CASE(
     return (queries * (keys - keys * down * up.transpose()).transpose()).squaredNorm();
   };
   calibrate::BasisOptions options{.key_ratio = 0.4, .value_ratio = 0.4};
+  options.policy.centred = false;
   const double plain = logit_error(whole.basis(options));
   options.key_source = calibrate::KeySource::queries_and_keys;
   const LayerBasis stacked = whole.basis(options);
@@ -109,21 +110,64 @@ TEST_CASE(
   CHECK_THROWS_AS(calibrate::load_moments(path, shape, 2), FormatError);
 }
 
-TEST_CASE("centred bases describe rows around their mean") {
+TEST_CASE("bases describe rows around their mean") {
   Random random(7);
   const CacheShape shape{1, 1, 16};
   std::vector<float> rows = support::random_rows(random, 300, 1, 16, 5.0);
   calibrate::LayerMoments moments(shape);
   moments.add({rows.data(), 300, 1, 16}, {rows.data(), 300, 1, 16}, {rows.data(), 300, 1, 16});
-  const LayerBasis basis =
-      moments.basis({.key_ratio = 0.5, .value_ratio = 0.5, .policy = {.centred = true}});
-  validate({.centred = true}, basis, shape);
+  const LayerBasis basis = moments.basis({.key_ratio = 0.5, .value_ratio = 0.5});
+  validate(PerHead{}, basis, shape);
+  const LayerBasis paper =
+      moments.basis({.key_ratio = 0.5, .value_ratio = 0.5, .policy = {.centred = false}});
+  validate({.centred = false}, paper, shape);
+  CHECK_THROWS_WITH_AS(validate({.centred = false}, basis, shape),
+                       "basis: key_mean has 16 elements, expected 0", ShapeError);
   for (int i = 0; i < 16; ++i)
     CHECK(basis.heads[0].key_mean[static_cast<std::size_t>(i)] ==
           doctest::Approx(moments.head(0).key.mean()[i]));
   // The mean's direction is no longer the first axis.
   const Eigen::MatrixXd down = support::from_row_major(basis.heads[0].key_down, 16, 8);
   CHECK(std::abs(down.col(0).dot(moments.head(0).key.mean().normalized())) < 0.9);
+}
+
+TEST_CASE("means are subtracted from where they have their share of the energy") {
+  Random random(8);
+  const CacheShape shape{1, 1, 16};
+  const std::vector<float> rows = support::random_rows(random, 300, 1, 16, 0.3);
+  calibrate::LayerMoments moments(shape);
+  moments.add({rows.data(), 300, 1, 16}, {rows.data(), 300, 1, 16}, {rows.data(), 300, 1, 16});
+  const calibrate::Moments& keys = moments.head(0).key;
+  const double share = keys.mean_share();
+  CHECK(share == doctest::Approx(keys.mean().squaredNorm() / (keys.second.trace() / 300.0)));
+  CHECK(share > 0.01);
+  CHECK(share < 0.5);
+  CHECK(calibrate::Moments(4).mean_share() == 0.0);  // no rows
+  for (const bool aware : {false, true}) {
+    calibrate::BasisOptions options;
+    options.policy.key_metric = aware ? KeyMetric::query_aware : KeyMetric::plain;
+    const Eigen::MatrixXd root = calibrate::metric_root(moments.head(0).query.second).root;
+    const double of_keys = aware ? keys.mean_share(root) : share;
+    if (aware) {
+      const Eigen::VectorXd mean = root * keys.mean();
+      CHECK(of_keys ==
+            doctest::Approx(mean.squaredNorm() / ((root * keys.second * root).trace() / 300.0)));
+    }
+    options.mean_share = 1.01 * of_keys;
+    CHECK(moments.basis(options).heads[0].key_mean.empty());
+    CHECK(moments.basis(options).heads[0].key_down == [&] {
+      calibrate::BasisOptions paper = options;
+      paper.policy.centred = false;
+      return moments.basis(paper).heads[0].key_down;
+    }());
+    options.mean_share = 0.99 * of_keys;
+    CHECK(moments.basis(options).heads[0].key_mean.size() == 16);
+  }
+  calibrate::BasisOptions options;
+  options.mean_share = 1.01 * share;
+  CHECK(moments.basis(options).heads[0].value_mean.empty());
+  options.mean_share = 0.99 * share;
+  CHECK(moments.basis(options).heads[0].value_mean.size() == 16);
 }
 
 TEST_CASE(

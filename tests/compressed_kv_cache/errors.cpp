@@ -18,7 +18,7 @@ constexpr SequenceId kOne = 1;
 
 LayerBasis basis() {
   support::Random random(1);
-  return support::random_basis(random, kShape, {}, 8, 6);
+  return support::random_basis(random, kShape, {.centred = false}, 8, 6);
 }
 
 /// Text of the error, or "nothing".
@@ -354,8 +354,13 @@ TEST_CASE("bases that cannot be used") {
         "basis: key_down has 111 elements, expected 112");
   CHECK(raised<ShapeError>(with([](HeadBasis& h) { h.query_down = h.key_down; })) ==
         "basis: query_down has 112 elements, expected 0");
-  CHECK(raised<ShapeError>(with([](HeadBasis&) {}, {.centred = true})) ==
-        "basis: key_mean has 0 elements, expected 16");
+  CHECK(raised<ShapeError>(with([](HeadBasis& h) { h.key_mean.assign(15, 1.0F); })) ==
+        "basis: key_mean has 15 elements, expected 16");
+  CHECK(raised<ShapeError>(with([](HeadBasis& h) { h.value_mean.assign(17, 1.0F); })) ==
+        "basis: value_mean has 17 elements, expected 16");
+  CHECK(raised<ShapeError>(
+            with([](HeadBasis& h) { h.key_mean.assign(16, 1.0F); }, {.centred = false})) ==
+        "basis: key_mean has 16 elements, expected 0");
   CHECK(raised<ValueError>(with([](HeadBasis& h) {
           h.key_down[3] += 0.1F;
         })).find("basis: not orthonormal: max |U^T U - I| is ") == 0);

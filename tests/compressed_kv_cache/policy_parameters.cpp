@@ -75,7 +75,7 @@ std::uint64_t digest(const typename Cache::PolicySet& policies, const LayerBasis
 
 LayerBasis basis_for(bool bits = false) {
   support::Random random(9);
-  LayerBasis basis = support::random_basis(random, kShape, {}, 12, 12);
+  LayerBasis basis = support::random_basis(random, kShape, {.centred = false}, 12, 12);
   for (HeadBasis& head : basis.heads) {
     head.key_threshold = head.value_threshold = 2.5F;
     for (int channel = 0; bits && channel < head.key_rank; ++channel)
@@ -169,7 +169,7 @@ TEST_CASE("Oja") {
 TEST_CASE("the rates and the selection of Oja act") {
   const CacheShape shape{8, 2, 64};
   support::Random of_basis(1);
-  const LayerBasis basis = support::random_basis(of_basis, shape, {}, 24, 32);
+  const LayerBasis basis = support::random_basis(of_basis, shape, {.centred = false}, 24, 32);
   support::Random random(6);
   const int n = 600;
   const auto q = support::random_rows(random, n, 8, 64), k = support::random_rows(random, n, 2, 64),

@@ -24,7 +24,7 @@ inline CacheConfig config() {
 inline LayerBasis basis(int joint_heads = 0) {
   support::Random random(5);
   const int dim = config().shape.head_dim, rank = 9;
-  LayerBasis maps = support::random_basis(random, config().shape, {}, 7, 6);
+  LayerBasis maps = support::random_basis(random, config().shape, {.centred = false}, 7, 6);
   if (joint_heads > 0) {
     const auto joint = support::random_orthonormal(random, joint_heads * dim, rank);
     for (int head = 0; head < joint_heads; ++head) {

@@ -47,7 +47,7 @@ TEST_CASE("an engine's pages are read and written where they are") {
     CacheConfig config{.shape = shape, .max_sequences = 3, .max_tokens = 600};
     config.prefill_chunk = trial % 2 == 0 ? 0 : 50;
     config.flush_interval = 8;
-    const LayerBasis basis = support::random_basis(random, shape, {}, 16, 24);
+    const LayerBasis basis = support::random_basis(random, shape, {.centred = false}, 16, 24);
     Cache paged(config, basis), plain(config, basis);
     support::PagedEngine engine(random, shape, dtype, 3, 600);
     const EnginePages pages = engine.views(engine.memory.data());
@@ -189,7 +189,7 @@ TEST_CASE(
   using Codec = CompressedKVCache<Cpu, PerHead, Static, CompressAll, Int8>;
   support::Random random(11);
   const CacheShape shape{4, 2, 64};
-  const LayerBasis basis = support::random_basis(random, shape, {}, 32, 48);
+  const LayerBasis basis = support::random_basis(random, shape, {.centred = false}, 32, 48);
   support::PagedEngine engine(random, shape, DType::f16, 1, 400);
   engine.add(0, support::random_rows(random, 400, 2, 64), support::random_rows(random, 400, 2, 64));
   const EnginePages pages = engine.views(engine.memory.data());

@@ -21,7 +21,7 @@ TEST_CASE(
   const CacheShape shape{2, 1, 32};
   CacheConfig config{.shape = shape, .max_sequences = 2, .max_tokens = 400, .page_bytes = 1024};
   config.rope.keys = Rope::pre;
-  const LayerBasis maps = support::random_basis(random, shape, {}, 16, 16);
+  const LayerBasis maps = support::random_basis(random, shape, {.centred = false}, 16, 16);
   using Cache = StaticPCAHybrid<>;
   const std::int64_t pages = Cache::num_pages(config, maps, {}) / 2;  // for one sequence
   const auto rows = support::random_rows(random, 300, 1, 32);

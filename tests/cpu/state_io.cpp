@@ -27,7 +27,7 @@ std::vector<float> rows(std::mt19937_64& random, int tokens, int heads) {
 
 LayerBasis basis(std::uint64_t seed) {
   support::Random random(seed);
-  return support::random_basis(random, kShape, {}, 12, 10);
+  return support::random_basis(random, kShape, {.centred = false}, 12, 10);
 }
 
 template <class Cache>

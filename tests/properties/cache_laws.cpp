@@ -40,7 +40,7 @@ struct Stream {
 
 LayerBasis basis(int key_rank = 17, int value_rank = 23) {
   Random random(99);
-  return support::random_basis(random, kShape, {}, key_rank, value_rank);
+  return support::random_basis(random, kShape, {.centred = false}, key_rank, value_rank);
 }
 
 /// The bits of everything a sequence stores: two caches with the same contents give the same.

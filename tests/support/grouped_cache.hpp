@@ -10,7 +10,7 @@ inline constexpr lowrankkv::CacheShape kShape{8, 2, 64};
 
 inline lowrankkv::LayerBasis basis(int key_rank = 24, int value_rank = 32) {
   Random random(1);
-  return random_basis(random, kShape, {}, key_rank, value_rank);
+  return random_basis(random, kShape, {.centred = false}, key_rank, value_rank);
 }
 
 }  // namespace support::grouped

@@ -22,7 +22,7 @@ inline std::vector<float> rows(std::mt19937_64& random, int tokens, int heads, f
 }
 inline LayerBasis basis() {
   support::Random random(7);
-  return support::random_basis(random, kShape, {}, 8, 8);
+  return support::random_basis(random, kShape, {.centred = false}, 8, 8);
 }
 template <class Cache>
 void ingest(Cache& cache, std::mt19937_64& random, int n, float scale = 1.0F) {

@@ -37,7 +37,9 @@ enum class ValueMetric {
 struct PerHead {
   KeyMetric key_metric = KeyMetric::plain;
   ValueMetric value_metric = ValueMetric::plain;
-  bool centred = false;                 ///< subtract the calibrated means before projecting
+  /// Subtract the means that the basis carries before projecting. A part of a head without a mean
+  /// has nothing to subtract. false: the basis must carry none, as in the papers.
+  bool centred = true;
   float orthonormal_tolerance = 1e-3F;  ///< largest entry of |U^T U - I| that is accepted
   friend bool operator==(const PerHead&, const PerHead&) = default;
 };
@@ -66,6 +68,14 @@ inline double biorthogonality_error(const std::vector<float>& a, const std::vect
 inline void check_size(const char* what, std::size_t expected, std::size_t given) {
   if (expected != given)
     fail<ShapeError>("basis: ", what, " has ", given, " elements, expected ", expected);
+}
+
+/// Raises ShapeError unless a mean is absent, or given for all channels under a policy that
+/// subtracts means.
+inline void check_mean(const char* what, bool centred, int head_dim,
+                       const std::vector<float>& mean) {
+  if (!mean.empty())
+    check_size(what, centred ? static_cast<std::size_t>(head_dim) : 0, mean.size());
 }
 
 /// Raises ShapeError or ValueError unless bits and rms of the channels are each absent, or given
@@ -128,7 +138,7 @@ inline void validate_keys(const PerHead& policy, const HeadBasis& head, int head
   check_size("query_down", aware ? keys : 0, head.query_down.size());
   check_size("key_metric", aware ? dim * dim : 0, head.key_metric.size());
   check_size("key_metric_inverse", aware ? dim * dim : 0, head.key_metric_inverse.size());
-  check_size("key_mean", policy.centred ? dim : 0, head.key_mean.size());
+  check_mean("key_mean", policy.centred, head_dim, head.key_mean);
   check_channels("key", head.key_bits, head.key_rms, head.key_rank);
   check_metric("key", head.key_down, aware ? head.query_down : head.key_down, head.key_metric,
                head.key_metric_inverse, head_dim, head.key_rank, policy.orthonormal_tolerance);
@@ -146,7 +156,7 @@ inline void check_values(const PerHead& policy, const HeadBasis& head, int head_
              head.output_up.size());
   check_size("value_metric", aware ? dim * dim : 0, head.value_metric.size());
   check_size("value_metric_inverse", aware ? dim * dim : 0, head.value_metric_inverse.size());
-  check_size("value_mean", policy.centred ? dim : 0, head.value_mean.size());
+  check_mean("value_mean", policy.centred, head_dim, head.value_mean);
   check_channels("value", head.value_bits, head.value_rms, head.value_rank);
 }
 

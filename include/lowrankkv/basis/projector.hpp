@@ -16,7 +16,8 @@ LOWRANKKV_NAMESPACE_BEGIN
 /// and no decoder from which older rows could be re-encoded.
 ///
 /// Attention reads q D_Q (k D_K)^T and p (v D_V) D_O. reconstruct() gives k D_K D_Q^T and
-/// v D_V D_O.
+/// v D_V D_O. The paper subtracts no means. A basis that carries means has k - mean and v - mean in
+/// the place of k and v, and the means are added back.
 struct Projector {
   friend bool operator==(const Projector&, const Projector&) = default;
 };
@@ -38,8 +39,8 @@ inline void validate(const Projector&, const LayerBasis& basis, const CacheShape
     check_size("value_down", dim * static_cast<std::size_t>(head.value_rank),
                head.value_down.size());
     check_size("output_up", dim * static_cast<std::size_t>(head.value_rank), head.output_up.size());
-    check_size("key_mean", 0, head.key_mean.size());
-    check_size("value_mean", 0, head.value_mean.size());
+    detail::check_mean("key_mean", true, shape.head_dim, head.key_mean);
+    detail::check_mean("value_mean", true, shape.head_dim, head.value_mean);
     detail::check_channels("key", head.key_bits, head.key_rms, head.key_rank);
     detail::check_channels("value", head.value_bits, head.value_rms, head.value_rank);
   }

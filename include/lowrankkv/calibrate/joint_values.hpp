@@ -9,6 +9,9 @@
 ///     decode  v_h = c output_up_h              output_up_h = (rows of head h of value_down)^T
 ///     output  o_h = (sum_i alpha_i c_i) output_up_h
 ///
+/// joint_basis() makes the maps of a layer, with means subtracted from v. The functions on Moments
+/// decompose what they are given: moments of v, as in the paper, or Moments::around_mean().
+///
 /// At r = H r_head this stores as much as r_head coefficients per head, and never loses more energy
 /// (lemma 4.2), because head-wise bases are a special joint basis that is block-diagonal. The cost:
 /// weighted sums of r instead of r / H coefficients per head.
@@ -16,9 +19,12 @@
 
 #include <Eigen/Core>
 
+#include <algorithm>
 #include <cstddef>
 #include <vector>
 
+#include "lowrankkv/calibrate/choose_rank.hpp"
+#include "lowrankkv/calibrate/layer_moments.hpp"
 #include "lowrankkv/calibrate/moments.hpp"
 #include "lowrankkv/calibrate/weights.hpp"
 #include "lowrankkv/core/error.hpp"
@@ -109,7 +115,56 @@ Eigen::MatrixXd absorb_output(const linalg::MatrixRef<Real>& output_up,
   return output_up * projection;
 }
 
+/// @brief The maps of a layer for the JointValues policy: keys as LayerMoments::basis() makes them,
+/// one decomposition for the values of each group of heads.
+/// @param options  keys: as for LayerMoments::basis(). Values: the rank is value_ratio times the
+/// group's channels, or the one that keeps value_energy, the largest among the groups. A group's
+/// mean is subtracted where its share of the group's energy is at least mean_share
+/// @param heads_per_group  as JointValues::heads_per_group; 0: all heads
+/// @throws ShapeError unless heads_per_group divides num_kv_heads
+///
+/// Cost: O((group head_dim)^3) a group.
+template <class Real = double>
+LayerBasis joint_basis(const LayerMoments& layer, const BasisOptions& options,
+                       int heads_per_group = 0) {
+  const int heads = layer.shape().num_kv_heads, dim = layer.shape().head_dim;
+  const int group = heads_per_group == 0 ? heads : heads_per_group;
+  if (group < 1 || heads % group != 0)
+    ::lowrankkv::detail::fail<ShapeError>("joint values: heads_per_group ", heads_per_group,
+                                          ", num_kv_heads ", heads);
+  std::vector<Moments> groups = head_moments(layer.values(), heads / group);
+  std::vector<Eigen::VectorX<Real>> means;  // by group; empty: not subtracted
+  int rank = 0;
+  for (Moments& moments : groups) {
+    const bool centred = options.policy.centred && moments.mean_share() >= options.mean_share;
+    means.push_back(centred ? moments.mean() : Eigen::VectorXd());
+    if (centred) moments = moments.around_mean();
+    const int own =
+        options.value_energy > 0.0
+            ? rank_by_energy(principal_axes(moments.second).values, options.value_energy)
+            : rank_by_ratio(group * dim, options.value_ratio);
+    rank = (std::max)(rank, own);
+  }
+  LayerBasis basis = layer.basis(options);
+  for (int first = 0; first < heads; first += group) {
+    const std::size_t index = static_cast<std::size_t>(first / group);
+    const JointValueMaps joint = joint_values(groups[index], group, rank);
+    const Eigen::MatrixX<Real>& down = joint.value_down;
+    for (int member = 0; member < group; ++member) {
+      HeadBasis& head = basis.heads[static_cast<std::size_t>(first + member)];
+      head.value_rank = rank;
+      head.value_down = linalg::to_row_major(down.middleRows(member * dim, dim));
+      head.value_mean.clear();
+      if (means[index].size() > 0)
+        head.value_mean = linalg::to_row_major(means[index].segment(member * dim, dim));
+    }
+  }
+  return basis;
+}
+
 LOWRANKKV_COMPILED_TEMPLATE(JointValueMaps joint_values<double>(const Moments&, int, int))
+LOWRANKKV_COMPILED_TEMPLATE(LayerBasis joint_basis<double>(const LayerMoments&, const BasisOptions&,
+                                                           int))
 
 }  // namespace calibrate
 LOWRANKKV_NAMESPACE_END

@@ -42,6 +42,13 @@ struct BasisOptions {
   KeySource key_source = KeySource::keys;
   /// Metric and centring. Query-aware keys ignore key_source: their metric contains the queries.
   PerHead policy{};
+  /// With policy.centred: the smallest share of the rows' energy, ||mean||^2 / E ||x||^2 in the
+  /// metric, at which the mean of a head's keys (or values) is subtracted. 0: always.
+  ///
+  /// A mean costs head_dim numbers an epoch, as much as one more rank of a map. A mean that is left
+  /// in costs at most its share of the energy: it displaces one axis, and makes gains larger. A
+  /// thousandth is what codes of 6 bits lose, and what chance gives the mean of a thousand rows.
+  double mean_share = 1e-3;
 };
 
 /// @brief Moments of the keys, values and (all grouped) queries of one KV head, and samples of rows
@@ -131,7 +138,7 @@ class LayerMoments {
   Spectrum key_spectrum(int head, const BasisOptions& options) const {
     const HeadMoments& moments = heads_[static_cast<std::size_t>(head)];
     const Eigen::MatrixX<Real> keys =
-        options.policy.centred ? moments.key.centred() : moments.key.second;
+        centres_keys(head, options) ? moments.key.centred() : moments.key.second;
     if (options.policy.key_metric == KeyMetric::query_aware) {
       const Eigen::MatrixX<Real> root = metric_root(moments.query.second).root;
       return principal_axes(root * keys * root);
@@ -143,7 +150,25 @@ class LayerMoments {
   template <class = void>
   Spectrum value_spectrum(int head, const BasisOptions& options) const {
     const HeadMoments& moments = heads_[static_cast<std::size_t>(head)];
-    return principal_axes(options.policy.centred ? moments.value.centred() : moments.value.second);
+    return principal_axes(centres_values(head, options) ? moments.value.centred()
+                                                        : moments.value.second);
+  }
+
+  /// @brief Whether the mean of a head's keys is subtracted: BasisOptions::mean_share.
+  template <class Real = double>
+  bool centres_keys(int head, const BasisOptions& options) const {
+    if (!options.policy.centred) return false;
+    const HeadMoments& moments = heads_[static_cast<std::size_t>(head)];
+    if (options.policy.key_metric == KeyMetric::plain)
+      return moments.key.mean_share() >= options.mean_share;
+    const Eigen::MatrixX<Real> root = metric_root(moments.query.second).root;
+    return moments.key.mean_share(root) >= options.mean_share;
+  }
+  /// @brief Whether the mean of a head's values is subtracted.
+  template <class = void>
+  bool centres_values(int head, const BasisOptions& options) const {
+    return options.policy.centred &&
+           heads_[static_cast<std::size_t>(head)].value.mean_share() >= options.mean_share;
   }
 
   /// @brief The rank of keys for all heads of this layer: by ratio, or by energy (OjaKV A.2).
@@ -162,8 +187,8 @@ class LayerMoments {
                : rank_by_ratio(shape_.head_dim, options.value_ratio);
   }
 
-  /// @brief The maps of all heads at the ranks of `options`. Cost: a few eigendecompositions of
-  /// head_dim per head.
+  /// @brief The maps of all heads at the ranks of `options`, with the means that are subtracted.
+  /// Cost: a few eigendecompositions of head_dim per head.
   template <class Real = double>
   LayerBasis basis(const BasisOptions& options) const {
     LayerBasis layer;
@@ -188,10 +213,9 @@ class LayerMoments {
       } else {
         maps.key_down = linalg::to_row_major(keys);
       }
-      if (options.policy.centred) {
-        maps.key_mean = linalg::to_row_major(moments.key.mean());
+      if (centres_keys(head, options)) maps.key_mean = linalg::to_row_major(moments.key.mean());
+      if (centres_values(head, options))
         maps.value_mean = linalg::to_row_major(moments.value.mean());
-      }
       layer.heads.push_back(std::move(maps));
     }
     return layer;
@@ -232,6 +256,7 @@ LOWRANKKV_COMPILED_TEMPLATE(Spectrum LayerMoments::key_spectrum<double>(int, con
                                 const)
 LOWRANKKV_COMPILED_TEMPLATE(Spectrum LayerMoments::value_spectrum<void>(int, const BasisOptions&)
                                 const)
+LOWRANKKV_COMPILED_TEMPLATE(bool LayerMoments::centres_keys<double>(int, const BasisOptions&) const)
 LOWRANKKV_COMPILED_TEMPLATE(int LayerMoments::key_rank<void>(const BasisOptions&) const)
 LOWRANKKV_COMPILED_TEMPLATE(int LayerMoments::value_rank<void>(const BasisOptions&) const)
 LOWRANKKV_COMPILED_TEMPLATE(LayerBasis LayerMoments::basis<double>(const BasisOptions&) const)

@@ -62,6 +62,29 @@ struct Moments {
     const Eigen::VectorX<Real>& sum = first;
     return second - sum * sum.transpose() / (std::max)(count, 1.0);
   }
+  /// @brief The moments of x - mean: centred(), with a sum of 0.
+  template <class Real = double>
+  Moments around_mean() const {
+    Moments around;
+    around.second = centred();
+    around.first = Eigen::VectorX<Real>::Zero(first.size());
+    around.count = count;
+    return around;
+  }
+  /// @brief The mean's part of the rows' energy, ||R mean||^2 / E ||R x||^2: 0 to 1. 0 if the rows
+  /// have no energy. @param root  R [head_dim, head_dim], the root of a metric
+  template <class Real = double>
+  double mean_share(const linalg::MatrixIn<Real>& root) const {
+    const Eigen::VectorX<Real> sum = root * first;
+    const double energy = (root * second * root.transpose()).trace();
+    return energy > 0.0 ? sum.squaredNorm() / ((std::max)(count, 1.0) * energy) : 0.0;
+  }
+  /// @brief The same in the plain metric.
+  template <class = void>
+  double mean_share() const {
+    const double energy = second.trace();
+    return energy > 0.0 ? first.squaredNorm() / ((std::max)(count, 1.0) * energy) : 0.0;
+  }
 };
 
 /// @brief Eigenvectors of a symmetric matrix, largest eigenvalue first.
@@ -107,6 +130,9 @@ LOWRANKKV_COMPILED_TEMPLATE(void Moments::add<double>(MatrixView))
 LOWRANKKV_COMPILED_TEMPLATE(Moments& Moments::operator+=<double>(const Moments&))
 LOWRANKKV_COMPILED_TEMPLATE(Eigen::VectorXd Moments::mean<double>() const)
 LOWRANKKV_COMPILED_TEMPLATE(Eigen::MatrixXd Moments::centred<double>() const)
+LOWRANKKV_COMPILED_TEMPLATE(Moments Moments::around_mean<double>() const)
+LOWRANKKV_COMPILED_TEMPLATE(double Moments::mean_share<double>(const linalg::MatrixIn<double>&)
+                                const)
 LOWRANKKV_COMPILED_TEMPLATE(Spectrum principal_axes<double>(const linalg::MatrixIn<double>&))
 LOWRANKKV_COMPILED_TEMPLATE(MetricRoot metric_root<double>(const linalg::MatrixIn<double>&, double))
 

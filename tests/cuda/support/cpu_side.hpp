@@ -121,7 +121,7 @@ inline bool coded(Method method) {
 
 struct Settings {
   Method method = Method::full;
-  lowrankkv::PerHead basis;
+  lowrankkv::PerHead basis{.centred = false};
   int sinks = 4, recent = 32;
   lowrankkv::ResidualOutliers outliers;
   lowrankkv::SnapKV snapkv;
@@ -198,7 +198,7 @@ struct StarSettings {
   bool allocated = false;  ///< joint codes whose channels have their own bits
   int heads_per_group = 0;
   lowrankkv::BlockHadamard quantizer;
-  lowrankkv::PerHead basis;
+  lowrankkv::PerHead basis{.centred = false};
   lowrankkv::SinkRecent tokens{4, 32};
   lowrankkv::ResidualOutliers errors;
   lowrankkv::SnapKV scores;

@@ -334,7 +334,7 @@ Worst random_sequences(const MakeDevice& make_device, Settings settings, DType t
     settings.form = static_cast<OjaForm>(forms() % 3);
     if (adapts(settings.method) && !device_epochs && forms() % 3 == 0)
       config.epoch_type = DType::f16;
-    settings.basis.centred = settings.method != Method::projector && random() % 2 == 0;
+    settings.basis.centred = random() % 2 == 0;
     if (settings.method == Method::static_pca || settings.method == Method::projector)
       settings.recent = 0;
     int rank = 1 + static_cast<int>(random() % static_cast<unsigned>(config.shape.head_dim));
