@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <random>
 #include <string>
 #include <vector>
@@ -65,6 +66,15 @@ TEST_CASE("a calibration bundle knows the form of its keys") {
   CHECK(loaded[1].rope().pairing == RopePairing::interleaved);
   CHECK(loaded[1].rope().frequencies == rope_frequencies(layers[0].rope(), 8));
   CHECK(loaded[1].head(0).key.second == layers[1].head(0).key.second);
+  std::vector<std::byte> bytes = calibrate::write_moments(layers).bytes();
+  const double wrong = std::nan("");  // in place of the first frequency
+  for (std::size_t at = 0; at + 16 <= bytes.size(); ++at) {
+    if (std::memcmp(bytes.data() + at, loaded[1].rope().frequencies.data(), 16) != 0) continue;
+    std::memcpy(bytes.data() + at, &wrong, sizeof wrong);
+  }
+  CHECK_THROWS_WITH_AS(
+      calibrate::read_moments(io::Safetensors(bytes), shape, 2),
+      "calibration bundle: rope.frequencies holds nan at element 0, finite expected", FormatError);
   std::remove(path);
 }
 

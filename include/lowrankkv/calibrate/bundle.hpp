@@ -75,11 +75,13 @@ void check_moments(const std::string& name, const Moments& moments) {
   }
 }
 
-/// Raises FormatError unless the numbers of a sample are finite, since samples are sorted.
-inline void check_sample(const std::string& name, const std::vector<float>& rows) {
-  for (std::size_t i = 0; i < rows.size(); ++i) {
-    if (!std::isfinite(rows[i]))
-      ::lowrankkv::detail::fail<FormatError>("calibration bundle: ", name, " holds ", rows[i],
+/// Raises FormatError unless the numbers of a tensor are finite. Samples are sorted, in which NaN
+/// has no place.
+template <class T>
+void check_finite(const std::string& name, const std::vector<T>& values) {
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    if (!std::isfinite(values[i]))
+      ::lowrankkv::detail::fail<FormatError>("calibration bundle: ", name, " holds ", values[i],
                                              " at element ", i, ", finite expected");
   }
 }
@@ -229,6 +231,7 @@ std::vector<LayerMoments> read_moments(const io::Safetensors& file, const CacheS
     rope.pairing =
         metadata("pairing") == "interleaved" ? RopePairing::interleaved : RopePairing::half_split;
     rope.frequencies = file.values<double>("rope.frequencies", file.info("rope.frequencies").shape);
+    detail::check_finite("rope.frequencies", rope.frequencies);
     static_cast<void>(rope_frequencies(rope, shape.head_dim));
   }
   std::vector<LayerMoments> layers(static_cast<std::size_t>(num_layers), LayerMoments(shape, rope));
@@ -256,7 +259,7 @@ std::vector<LayerMoments> read_moments(const io::Safetensors& file, const CacheS
       const std::vector<std::int64_t>& extents = file.info(tensor).shape;
       const std::int64_t rows = extents.size() == 3 ? extents[1] : -1;
       const std::vector<float> all = file.values<float>(tensor, {heads, rows, dim});
-      detail::check_sample(tensor, all);
+      detail::check_finite(tensor, all);
       for (int head = 0; head < shape.num_kv_heads; ++head) {
         layers[i].head(head).*member =
             RowSample(shape.head_dim, std::vector<float>(all.begin() + head * rows * dim,
@@ -288,7 +291,7 @@ std::vector<LayerMoments> read_moments(const io::Safetensors& file, const CacheS
     const std::string squares = "layers." + std::to_string(i) + ".stream_squares";
     std::vector<float> all = file.values<float>(
         squares, {file.info(squares).shape.empty() ? -1 : file.info(squares).shape[0]});
-    detail::check_sample(squares, all);
+    detail::check_finite(squares, all);
     coding.set_stream_squares(RowSample(1, std::move(all)));
     read_sample("key", &HeadMoments::key_sample);
     read_sample("value", &HeadMoments::value_sample);
