@@ -66,8 +66,8 @@ std::vector<Sample> read_samples(const std::string& prefix, const JsonValue& row
   const auto missing = std::find_if(tasks.begin(), tasks.end(),
                                     [&](const std::string& task) { return !count.contains(task); });
   if (missing != tasks.end())
-    throw std::runtime_error("evaluation set: " + rows.file() + " has 0 samples of task " + *missing +
-                             " among " + std::to_string(rows.size()));
+    throw std::runtime_error("evaluation set: " + rows.file() + " has 0 samples of task " +
+                             *missing + " among " + std::to_string(rows.size()));
   if (samples.empty())
     throw std::runtime_error("evaluation set: no sample of the tasks asked for in " + prefix);
   return samples;
