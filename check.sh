@@ -16,9 +16,10 @@ declare -A parts=(
   [headers]="every header compiles alone, CUDA headers too; misuse of a policy gives one readable line; clang-tidy over everything"
   [packages]="consumers: CMake, pkg-config, Conan; the reference of every header"
   [architectures]="CUDA tests for sm_80, sm_90 and PTX, the CUDA benchmarks, Release builds of examples and benchmarks"
+  [fuzz]="fuzz targets: a minute for each reader of files that are not trusted, under sanitizers"
   [random]="every kernel test that runs emulated, and long random operation sequences"
 )
-order=(packages sanitizers headers architectures random)
+order=(packages sanitizers headers architectures fuzz random)
 
 jobs=$(nproc)
 nvcc=$(command -v nvcc || { [[ -x /usr/local/cuda/bin/nvcc ]] && echo /usr/local/cuda/bin/nvcc; } || true)
@@ -93,6 +94,12 @@ part_architectures() {
   [[ -n $nvcc ]] || return 0
   build check-architectures -DLOWRANKKV_BUILD_EXAMPLES=OFF -DLOWRANKKV_TESTS=gpu "${cuda[@]}" "${unused_gpu_code[@]}"
   run_tests check-architectures
+}
+
+part_fuzz() {  # LOWRANKKV_FUZZ_SECONDS=600: longer
+  install_dependencies "${build_packages[@]}" clang libclang-rt-dev python3 doctest-dev
+  build check-fuzz -DCMAKE_CXX_COMPILER=clang++ -DLOWRANKKV_NATIVE=OFF -DLOWRANKKV_TESTS=fuzz -DLOWRANKKV_BUILD_EXAMPLES=OFF -DLOWRANKKV_SANITIZE=address,undefined "-DLOWRANKKV_FUZZ_SECONDS=${LOWRANKKV_FUZZ_SECONDS:-60}"
+  run_tests check-fuzz
 }
 
 part_random() {  # what check has built

@@ -13,6 +13,7 @@
 
 #include "kv_store.hpp"
 #include "model.hpp"
+#include "samples.hpp"
 #include "tokenizer.hpp"
 
 namespace llama {
@@ -110,16 +111,6 @@ std::vector<lowrankkv::calibrate::LayerMoments> calibrate_from_weights(const Eng
 void measure_bits_per_byte(const Engine& engine, std::vector<Contender>& contenders,
                            const std::string& name, const std::string& text, int max_windows);
 
-/// One sample of an evaluation set.
-struct Sample {
-  std::string task;
-  std::vector<std::int32_t> prompt;
-  std::vector<std::int32_t> answer;
-};
-/// Reads PREFIX.json and PREFIX.bin; the first `per_task` samples of each of `tasks` (all if
-/// empty).
-std::vector<Sample> load_samples(const std::string& prefix, const std::vector<std::string>& tasks,
-                                 int per_task);
 /// Exact match: the prompt without its last `tail` tokens is prefilled exactly and compressed, the
 /// tail and the answer are teacher-forced; a sample counts when every answer token is the argmax.
 /// One exact prefill serves all contenders.

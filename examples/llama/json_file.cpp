@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <fstream>
+#include <iterator>
+#include <limits>
 #include <stdexcept>
 #include <utility>
 
@@ -16,6 +18,32 @@ std::string shown(const nlohmann::json& json) {
     return (json.is_array() ? "an array of " : "an object of ") + std::to_string(json.size());
   const std::string text = json.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
   return text.size() <= kMost ? text : text.substr(0, kMost) + "...";
+}
+
+// Values are compared and shown by functions that call themselves: a few hundred kB of brackets
+// would end the stack.
+void check_depth(std::string_view text, const std::string& path, const std::string& name) {
+  constexpr int kMost = 100;
+  int depth = 0;
+  bool quoted = false;
+  for (std::size_t at = 0; at < text.size(); ++at) {
+    const char c = text[at];
+    if (quoted) {
+      if (c == '\\')
+        ++at;
+      else
+        quoted = c != '"';
+    } else if (c == '"') {
+      quoted = true;
+    } else if (c == '[' || c == '{') {
+      if (++depth > kMost)
+        throw std::runtime_error(name + ": " + path + " has values " + std::to_string(depth) +
+                                 " deep in each other at byte " + std::to_string(at) +
+                                 ", at most " + std::to_string(kMost) + " are expected");
+    } else if (c == ']' || c == '}') {
+      --depth;
+    }
+  }
 }
 
 }  // namespace
@@ -92,14 +120,30 @@ double JsonValue::positive() const {
   return json_->get<double>();
 }
 
+float JsonValue::positive_f32() const {
+  const double wide = positive();
+  constexpr double kMost = std::numeric_limits<float>::max();
+  if (wide > kMost || static_cast<float>(wide) <= 0.0F) fail("a number above 0 that f32 can hold");
+  return static_cast<float>(wide);
+}
+
 nlohmann::json read_json(const std::string& path, const std::string& name) {
-  std::ifstream stream(path);
+  std::ifstream stream(path, std::ios::binary);
   if (!stream) throw std::runtime_error(name + ": cannot open " + path);
-  if (stream.peek() == std::ifstream::traits_type::eof())
+  std::string text;
+  // Opening a folder succeeds, but its first read fails.
+  if (stream.peek() != std::ifstream::traits_type::eof())
+    text.assign(std::istreambuf_iterator<char>(stream), std::istreambuf_iterator<char>());
+  return parse_json(text, path, name);
+}
+
+nlohmann::json parse_json(std::string_view text, const std::string& path, const std::string& name) {
+  if (text.empty())
     throw std::runtime_error(name + ": " + path +
                              " has 0 bytes that can be read, JSON is expected");
+  check_depth(text, path, name);
   try {
-    return nlohmann::json::parse(stream);
+    return nlohmann::json::parse(text);
   } catch (const nlohmann::json::parse_error& error) {
     throw std::runtime_error(name + ": " + path + " is no JSON at byte " +
                              std::to_string(error.byte) + ", an object is expected");

@@ -7,6 +7,7 @@
 #include <initializer_list>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <string_view>
 
 namespace llama {
 
@@ -36,6 +37,8 @@ class JsonValue {
   std::int64_t integer(std::int64_t least, std::int64_t most) const;
   /// A number above 0.
   double positive() const;
+  /// A number that is above 0 and finite as f32.
+  float positive_f32() const;
 
   const nlohmann::json& json() const { return *json_; }
   const std::string& file() const { return file_; }
@@ -49,9 +52,12 @@ class JsonValue {
   const nlohmann::json* json_;
 };
 
-/// The JSON of a file. Throws std::runtime_error if it cannot be opened or is no JSON.
+/// The JSON of a file. Throws std::runtime_error if it cannot be opened, is no JSON, or nests its
+/// values more than 100 deep.
 /// @param name  what errors call it
 nlohmann::json read_json(const std::string& path, const std::string& name);
+/// The same of a text in memory; errors say that it is from `path`.
+nlohmann::json parse_json(std::string_view text, const std::string& path, const std::string& name);
 /// What comes after the last slash of a path.
 std::string file_name(const std::string& path);
 

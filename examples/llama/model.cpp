@@ -99,9 +99,7 @@ std::vector<double> frequencies_of(const JsonValue& file, int head_dim) {
   std::vector<double> frequencies = lowrankkv::rope_frequencies(head_dim, theta);
   const std::string type = rope_type(rope);
   if (type == "llama3") {
-    const auto number = [&](const char* key) {
-      return static_cast<float>(rope.at(key).positive());
-    };
+    const auto number = [&](const char* key) { return rope.at(key).positive_f32(); };
     const float low = number("low_freq_factor");
     const float high = number("high_freq_factor");
     if (high <= low)
@@ -113,6 +111,12 @@ std::vector<double> frequencies_of(const JsonValue& file, int head_dim) {
   } else if (type != "default") {
     throw std::runtime_error(file.file() + ": rope type " + type +
                              " is not supported, expected default, linear or llama3");
+  }
+  for (const double frequency : frequencies) {
+    if (!std::isfinite(frequency))
+      throw std::runtime_error(file.file() + ": rope type " + type + " with rope_theta " +
+                               std::to_string(theta) + " gives a frequency of " +
+                               std::to_string(frequency) + ", finite is expected");
   }
   return frequencies;
 }
@@ -126,7 +130,7 @@ struct WeightFiles {
 template <class... Parts>
 [[noreturn]] void refuse(const Parts&... parts) {
   std::ostringstream message;
-  (message << "model: " << ... << parts);
+  ((message << "model: ") << ... << parts);
   throw std::runtime_error(message.str());
 }
 std::string path_in(const std::string& folder, const std::string& name) {
@@ -248,9 +252,10 @@ class Weights {
 
 }  // namespace
 
-Config::Config(const std::string& path) {
-  const nlohmann::json json = read_json(path, "config.json");
-  const JsonValue file("config.json", json);
+Config::Config(const std::string& path)
+    : Config(JsonValue("config.json", read_json(path, "config.json"))) {}
+
+Config::Config(const JsonValue& file) {
   check_architecture(file);
   hidden_size = count_of(file, "hidden_size", kMostFeatures);
   intermediate_size = count_of(file, "intermediate_size", kMostFeatures);
@@ -269,6 +274,10 @@ Config::Config(const std::string& path) {
           .fail("a multiple of num_attention_heads, " + std::to_string(num_qo_heads) +
                 ", where there is no head_dim");
     head_dim = hidden_size / num_qo_heads;
+    if (head_dim > kMostHeads)
+      file.at("hidden_size")
+          .fail("at most " + std::to_string(kMostHeads) + " for each of " +
+                std::to_string(num_qo_heads) + " heads");
   }
   if (head_dim % 2 != 0)
     throw std::runtime_error("config.json: head_dim is " + std::to_string(head_dim) +
@@ -276,7 +285,7 @@ Config::Config(const std::string& path) {
   vocabulary_size = count_of(file, "vocab_size", kMostFeatures);
   if (file.has("max_position_embeddings"))
     max_positions = count_of(file, "max_position_embeddings", kMostIds);
-  rms_norm_eps = static_cast<float>(file.at("rms_norm_eps").positive());
+  rms_norm_eps = file.at("rms_norm_eps").positive_f32();
   tied_head = flag_of(file, "tie_word_embeddings");
   attention_bias = flag_of(file, "attention_bias");
   mlp_bias = flag_of(file, "mlp_bias");

@@ -16,6 +16,8 @@
 
 namespace llama {
 
+class JsonValue;
+
 /// What config.json says of a model.
 struct Config {
   int hidden_size = 0;
@@ -36,6 +38,8 @@ struct Config {
 
   /// Reads config.json. Throws std::runtime_error naming what is missing or not supported.
   explicit Config(const std::string& path);
+  /// The same of a file that was read before.
+  explicit Config(const JsonValue& file);
   Config() = default;
   lowrankkv::CacheShape cache_shape() const { return {num_qo_heads, num_kv_heads, head_dim}; }
   /// What a cache that stores keys in this form must know.

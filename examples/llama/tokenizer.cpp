@@ -128,8 +128,8 @@ struct Pattern {
     return {range[0], range[1]};
   }
   struct Free {
-    void operator()(pcre2_code* code) const { pcre2_code_free(code); }
-    void operator()(pcre2_match_data* match) const { pcre2_match_data_free(match); }
+    void operator()(pcre2_code* done) const { pcre2_code_free(done); }
+    void operator()(pcre2_match_data* done) const { pcre2_match_data_free(done); }
   };
   std::unique_ptr<pcre2_code, Free> code;  // null: does not compile
   std::unique_ptr<pcre2_match_data, Free> match;
@@ -332,10 +332,10 @@ std::vector<Tokenizer::Split> Tokenizer::Split::read(const JsonValue& pre) {
 Tokenizer::~Tokenizer() = default;
 Tokenizer::Tokenizer(Tokenizer&&) noexcept = default;
 
-Tokenizer::Tokenizer(const std::string& path) {
-  const std::string name = file_name(path);
-  const nlohmann::json json = read_json(path, name);
-  const JsonValue file(name, json);
+Tokenizer::Tokenizer(const std::string& path)
+    : Tokenizer(JsonValue(file_name(path), read_json(path, file_name(path)))) {}
+
+Tokenizer::Tokenizer(const JsonValue& file) {
   check_members(file);
   splits_ = Split::read(file.at("pre_tokenizer"));
   read_vocabulary(file.at("model"));

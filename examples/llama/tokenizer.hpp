@@ -24,6 +24,8 @@ class Tokenizer {
   /// Reads tokenizer.json. Throws std::runtime_error naming what is not supported: file, field,
   /// value.
   explicit Tokenizer(const std::string& path);
+  /// The same of a file that was read before.
+  explicit Tokenizer(const JsonValue& file);
   ~Tokenizer();
   Tokenizer(Tokenizer&&) noexcept;
 

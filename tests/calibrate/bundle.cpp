@@ -2,7 +2,9 @@
 // A calibration bundle gives back what was saved.
 #include <doctest/doctest.h>
 
+#include <cmath>
 #include <cstdio>
+#include <cstring>
 #include <random>
 #include <string>
 #include <vector>
@@ -64,7 +66,55 @@ TEST_CASE("a calibration bundle knows the form of its keys") {
   CHECK(loaded[1].rope().pairing == RopePairing::interleaved);
   CHECK(loaded[1].rope().frequencies == rope_frequencies(layers[0].rope(), 8));
   CHECK(loaded[1].head(0).key.second == layers[1].head(0).key.second);
+  std::vector<std::byte> bytes = calibrate::write_moments(layers).bytes();
+  const double wrong = std::nan("");  // in place of the first frequency
+  for (std::size_t at = 0; at + 16 <= bytes.size(); ++at) {
+    if (std::memcmp(bytes.data() + at, loaded[1].rope().frequencies.data(), 16) != 0) continue;
+    std::memcpy(bytes.data() + at, &wrong, sizeof wrong);
+  }
+  CHECK_THROWS_WITH_AS(
+      calibrate::read_moments(io::Safetensors(bytes), shape, 2),
+      "calibration bundle: rope.frequencies holds nan at element 0, finite expected", FormatError);
   std::remove(path);
+}
+
+TEST_CASE("numbers that no rows have are refused") {
+  const CacheShape shape{2, 1, 8};
+  std::mt19937_64 random(9);
+  const auto refused = [&](auto&& change, const char* expected) {
+    auto layers = random_model(random, shape, 1, 60);
+    change(layers[0]);
+    const io::Safetensors file(calibrate::write_moments(layers).bytes());
+    try {
+      calibrate::read_moments(file, shape, 1);
+    } catch (const FormatError& error) {
+      INFO(error.what());
+      CHECK(std::string(error.what()).find(expected) != std::string::npos);
+      return;
+    }
+    FAIL_CHECK("nothing was raised");
+  };
+  const double nan = std::nan("");
+  refused([](auto& layer) { layer.head(0).key.first[3] = 1e300; }, "sums up to 1e+300");
+  refused([](auto& layer) { layer.head(0).query.second(1, 1) = 1e300; }, "products up to 1e+300");
+  refused([&](auto& layer) { layer.values().second(0, 0) = nan; }, "products up to inf");
+  refused([&](auto& layer) { layer.values().count = nan; }, "are of nan rows");
+  refused([](auto& layer) { layer.head(0).value.count = 1e17; }, "are of 1e+17 rows");
+  refused([](auto& layer) { layer.coding().set_num_queries(HUGE_VAL); }, "coded_queries is inf");
+  // Samples are sorted, and NaN has no place in an order.
+  const std::vector<float> row{0, 1, 2, 3, 4, std::nanf(""), 6, 7};
+  refused([&](auto& layer) { layer.head(0).key_sample = calibrate::RowSample(8, row); },
+          "layers.0.key.sample holds nan at element 5");
+  refused([&](auto& layer) { layer.coding().set_stream_squares(calibrate::RowSample(1, row)); },
+          "layers.0.stream_squares holds nan at element 5");
+}
+
+TEST_CASE("a residual stream with NaN has no median") {
+  calibrate::CodingStatistics coding(CacheShape{2, 1, 8});
+  const std::vector<float> rows{1, 2, std::nanf(""), 4};
+  coding.add_residual_stream({rows.data(), 2, 2});
+  CHECK_THROWS_WITH_AS(coding.stream_square(),
+                       "residual stream: a row's |h|^2 is nan, a number expected", ValueError);
 }
 
 }  // namespace bundle_tests

@@ -127,7 +127,7 @@ for folder in sorted({path.parent for path in headers}):
         faults.append(f"{folder.relative_to(root)}: {count} headers, at most {most}")
 
 # Tests mirror the paths of what they test: a test of include/lowrankkv/PATH/subject lies in tests/PATH/. Besides, whatever is under these:
-TEST_FOLDERS = {"support", "properties", "compressed_kv_cache", "cuda/support", "cuda/emulated", "compile_fail", "layout", "consumers", "llama", "c_api"}
+TEST_FOLDERS = {"support", "properties", "compressed_kv_cache", "cuda/support", "cuda/emulated", "compile_fail", "layout", "consumers", "llama", "c_api", "fuzz"}
 tests = base / "tests"
 for folder in sorted({path.parent for path in tests.rglob("*") if path.is_file() and "__pycache__" not in path.parts} - {tests}):
     name = folder.relative_to(tests)

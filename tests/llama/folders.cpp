@@ -257,6 +257,15 @@ TEST_CASE("folders that cannot be used say why") {
         "config.json: rms_norm_eps is missing, it must be there");
   CHECK(replaced(R"("rms_norm_eps": 1e-5)", R"("rms_norm_eps": 0)") ==
         "config.json: rms_norm_eps is 0, expected a number above 0");
+  for (const char* epsilon : {"1e-60", "1e+60"})  // 0 and infinite as f32
+    CHECK(replaced(R"("rms_norm_eps": 1e-5)", std::string(R"("rms_norm_eps": )") + epsilon) ==
+          std::string("config.json: rms_norm_eps is ") + epsilon +
+              ", expected a number above 0 that f32 can hold");
+  CHECK(replaced(R"("hidden_size": 24)", R"("hidden_size": 16777216)") ==
+        "config.json: hidden_size is 16777216, expected at most 16384 for each of 4 heads");
+  CHECK(whole(R"({"hidden_size": )" + std::string(300000, '[')) ==
+        "config.json: wrong_model_test/config.json has values 101 deep in each other at byte 115, "
+        "at most 100 are expected");
   CHECK(replaced(R"("hidden_size": 24)", R"("hidden_size": 24.5)") ==
         "config.json: hidden_size is 24.5, expected an integer from 1 to 16777216");
   CHECK(replaced(R"("num_hidden_layers": 2)", R"("num_hidden_layers": 1)") ==
@@ -356,6 +365,9 @@ TEST_CASE("rope_parameters and rope_scaling may stand together where they say th
                     "rope_theta");
   CHECK_THROWS_WITH(read(R"("rope_scaling": {"type": "linear"})"),
                     "config.json: rope_scaling.factor is missing, it must be there");
+  CHECK_THROWS_WITH(read(R"("rope_scaling": {"type": "linear", "factor": 1e-310})"),
+                    "config.json: rope type linear with rope_theta 100.000000 gives a frequency of "
+                    "inf, finite is expected");
   std::filesystem::remove(file);
 }
 

@@ -663,7 +663,7 @@ inline LayerBasis random_joint_basis(Random& random, const CacheShape& shape, in
 template <class Cache, class Adjust>
 std::array<std::int64_t, 3> run_cases(std::uint64_t seed, int cases, int operations, bool with_bits,
                                       Adjust&& adjust) {
-  Random random(seed);
+  Random random(support::seed_of(seed));
   std::array<std::int64_t, 3> met{};
   for (int i = 0; i < cases * support::effort(); ++i) {
     CAPTURE(seed);

@@ -308,7 +308,7 @@ class Driver {
 /// it tested something.
 template <class Cache>
 std::int64_t run_cases(std::uint64_t seed, int cases, int operations, bool query_aware) {
-  Random random(seed);
+  Random random(seed_of(seed));
   const auto draw = [&](int low, int high) {
     return std::uniform_int_distribution<int>(low, high)(random);
   };

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // How much the randomised tests do: LOWRANKKV_TEST_EFFORT multiplies their number of cases (10:
-// about 10^5 operations).
+// about 10^5 operations). LOWRANKKV_TEST_SEED chooses other cases of random operations, 0 those
+// that are run without it.
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 #include <cstdlib>
 
 namespace support {
@@ -11,6 +13,12 @@ namespace support {
 inline int effort() {
   const char* wish = std::getenv("LOWRANKKV_TEST_EFFORT");
   return wish == nullptr ? 1 : std::max(1, std::atoi(wish));
+}
+
+/// What the seed `own` of a test is for the LOWRANKKV_TEST_SEED at hand.
+inline std::uint64_t seed_of(std::uint64_t own) {
+  const char* wish = std::getenv("LOWRANKKV_TEST_SEED");
+  return own + (wish == nullptr ? 0 : 1000 * std::strtoull(wish, nullptr, 10));
 }
 
 }  // namespace support

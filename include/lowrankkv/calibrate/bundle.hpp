@@ -38,9 +38,14 @@
 /// (LayerMoments::basis). The moments of two runs can be added.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lowrankkv/calibrate/layer_moments.hpp"
@@ -48,13 +53,47 @@
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
+namespace detail {
 
-/// @brief Writes the moments of all layers. @param metadata  more entries for the file's metadata,
-/// for example `source`
+/// Raises FormatError unless `moments` can be those of rows in f32, of which there are 2^53 at
+/// most.
+template <class Real = double>
+void check_moments(const std::string& name, const Moments& moments) {
+  constexpr double most_rows = 9007199254740992.0;
+  constexpr double largest = (std::numeric_limits<float>::max)();
+  const double rows = (std::max)(moments.count, 1.0);
+  const Eigen::VectorX<Real>& sum = moments.first;
+  const Eigen::MatrixX<Real>& second = moments.second;
+  const bool finite = sum.allFinite() && second.allFinite();
+  const double most_sum = finite ? sum.cwiseAbs().maxCoeff() : HUGE_VAL;
+  const double most_square = finite ? second.cwiseAbs().maxCoeff() : HUGE_VAL;
+  if (!(moments.count >= 0.0 && moments.count <= most_rows) || !(most_sum <= rows * largest) ||
+      !(most_square <= rows * largest * largest)) {
+    ::lowrankkv::detail::fail<FormatError>(
+        "calibration bundle: ", name, " are of ", moments.count, " rows, with sums up to ",
+        most_sum, " and sums of products up to ", most_square, "; those of rows in f32 expected");
+  }
+}
+
+/// Raises FormatError unless the numbers of a tensor are finite. Samples are sorted, in which NaN
+/// has no place.
+template <class T>
+void check_finite(const std::string& name, const std::vector<T>& values) {
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    if (!std::isfinite(values[i]))
+      ::lowrankkv::detail::fail<FormatError>("calibration bundle: ", name, " holds ", values[i],
+                                             " at element ", i, ", finite expected");
+  }
+}
+
+}  // namespace detail
+
+/// @brief The bundle of all layers' moments, a file that is not written yet. @param metadata  more
+/// entries for the file's metadata, for example `source`
 /// @throws ShapeError if there is no layer, or if layers differ in shape or rotary embedding
 template <class = void>
-void save_moments(const std::string& path, const std::vector<LayerMoments>& layers,
-                  const std::map<std::string, std::string>& metadata = {}) {
+io::SafetensorsWriter write_moments(const std::vector<LayerMoments>& layers,
+                                    const std::map<std::string, std::string>& metadata = {}) {
   if (layers.empty())
     ::lowrankkv::detail::fail<ShapeError>("calibration bundle: num_layers 0, at least 1 needed");
   io::SafetensorsWriter writer;
@@ -144,16 +183,23 @@ void save_moments(const std::string& path, const std::vector<LayerMoments>& laye
                std::vector<double>(values.first.data(), values.first.data() + values.first.size()));
     writer.add(prefix + "count", {1}, std::vector<double>{values.count});
   }
-  writer.write(path);
+  return writer;
 }
 
-/// @brief Reads a bundle for a model of `num_layers` layers of `shape`.
+/// @brief Writes the moments of all layers to a file. @param metadata  as write_moments()
+/// @throws ShapeError as write_moments(), FormatError if the file cannot be written
+template <class = void>
+void save_moments(const std::string& path, const std::vector<LayerMoments>& layers,
+                  const std::map<std::string, std::string>& metadata = {}) {
+  write_moments(layers, metadata).write(path);
+}
+
+/// @brief Reads a bundle, as a file in memory, for a model of `num_layers` layers of `shape`.
 /// @throws FormatError if the file is damaged or of another kind, ShapeError if it belongs to
 /// another model
 template <class Real = double>
-std::vector<LayerMoments> load_moments(const std::string& path, const CacheShape& shape,
+std::vector<LayerMoments> read_moments(const io::Safetensors& file, const CacheShape& shape,
                                        int num_layers) {
-  const io::Safetensors file = io::Safetensors::read(path);
   const auto metadata = [&](const std::string& key) {
     const auto entry = file.metadata().find(key);
     return entry == file.metadata().end() ? std::string("missing") : entry->second;
@@ -185,6 +231,7 @@ std::vector<LayerMoments> load_moments(const std::string& path, const CacheShape
     rope.pairing =
         metadata("pairing") == "interleaved" ? RopePairing::interleaved : RopePairing::half_split;
     rope.frequencies = file.values<double>("rope.frequencies", file.info("rope.frequencies").shape);
+    detail::check_finite("rope.frequencies", rope.frequencies);
     static_cast<void>(rope_frequencies(rope, shape.head_dim));
   }
   std::vector<LayerMoments> layers(static_cast<std::size_t>(num_layers), LayerMoments(shape, rope));
@@ -201,11 +248,7 @@ std::vector<LayerMoments> load_moments(const std::string& path, const CacheShape
             Eigen::Map<const Eigen::MatrixX<Real>>(second.data() + head * dim * dim, dim, dim);
         moments.first = Eigen::Map<const Eigen::VectorX<Real>>(sum.data() + head * dim, dim);
         moments.count = count[static_cast<std::size_t>(head)];
-        if (!moments.second.allFinite() || !moments.first.allFinite() || !(moments.count >= 0.0)) {
-          ::lowrankkv::detail::fail<FormatError>("calibration bundle: ", prefix, "* of head ", head,
-                                                 " is not finite, or counts ", moments.count,
-                                                 " rows");
-        }
+        detail::check_moments(prefix + "* of head " + std::to_string(head), moments);
       }
     };
     read("query", [&](int head) -> Moments& { return layers[i].head(head).query; });
@@ -216,6 +259,7 @@ std::vector<LayerMoments> load_moments(const std::string& path, const CacheShape
       const std::vector<std::int64_t>& extents = file.info(tensor).shape;
       const std::int64_t rows = extents.size() == 3 ? extents[1] : -1;
       const std::vector<float> all = file.values<float>(tensor, {heads, rows, dim});
+      detail::check_finite(tensor, all);
       for (int head = 0; head < shape.num_kv_heads; ++head) {
         layers[i].head(head).*member =
             RowSample(shape.head_dim, std::vector<float>(all.begin() + head * rows * dim,
@@ -238,12 +282,17 @@ std::vector<LayerMoments> load_moments(const std::string& path, const CacheShape
     };
     read_coding("key", &CodingHead::key, &CodingHead::key_metric);
     read_coding("value", &CodingHead::value, &CodingHead::value_metric);
-    coding.set_num_queries(
-        file.values<double>("layers." + std::to_string(i) + ".coded_queries", {1}).front());
+    const std::string queries = "layers." + std::to_string(i) + ".coded_queries";
+    coding.set_num_queries(file.values<double>(queries, {1}).front());
+    if (!(coding.num_queries() >= 0.0 && std::isfinite(coding.num_queries())))
+      ::lowrankkv::detail::fail<FormatError>("calibration bundle: ", queries, " is ",
+                                             coding.num_queries(),
+                                             ", at least 0 and finite expected");
     const std::string squares = "layers." + std::to_string(i) + ".stream_squares";
-    coding.set_stream_squares(RowSample(
-        1, file.values<float>(
-               squares, {file.info(squares).shape.empty() ? -1 : file.info(squares).shape[0]})));
+    std::vector<float> all = file.values<float>(
+        squares, {file.info(squares).shape.empty() ? -1 : file.info(squares).shape[0]});
+    detail::check_finite(squares, all);
+    coding.set_stream_squares(RowSample(1, std::move(all)));
     read_sample("key", &HeadMoments::key_sample);
     read_sample("value", &HeadMoments::value_sample);
     Moments& values = layers[i].values();
@@ -254,13 +303,23 @@ std::vector<LayerMoments> load_moments(const std::string& path, const CacheShape
     values.second = Eigen::Map<const Eigen::MatrixX<Real>>(second.data(), heads * dim, heads * dim);
     values.first = Eigen::Map<const Eigen::VectorX<Real>>(sum.data(), heads * dim);
     values.count = file.values<double>(prefix + "count", {1}).front();
-    if (!values.second.allFinite() || !values.first.allFinite())
-      ::lowrankkv::detail::fail<FormatError>("calibration bundle: ", prefix, "* is not finite, ",
-                                             values.count, " rows");
+    detail::check_moments(prefix + "*", values);
   }
   return layers;
 }
 
+/// @brief Reads a bundle from a file, for a model of `num_layers` layers of `shape`.
+/// @throws as read_moments(); FormatError if the file cannot be read
+template <class Real = double>
+std::vector<LayerMoments> load_moments(const std::string& path, const CacheShape& shape,
+                                       int num_layers) {
+  return read_moments<Real>(io::Safetensors::read(path), shape, num_layers);
+}
+
+LOWRANKKV_COMPILED_TEMPLATE(io::SafetensorsWriter write_moments<void>(
+    const std::vector<LayerMoments>&, const std::map<std::string, std::string>&))
+LOWRANKKV_COMPILED_TEMPLATE(std::vector<LayerMoments> read_moments<double>(const io::Safetensors&,
+                                                                           const CacheShape&, int))
 LOWRANKKV_COMPILED_TEMPLATE(void save_moments<void>(const std::string&,
                                                     const std::vector<LayerMoments>&,
                                                     const std::map<std::string, std::string>&))

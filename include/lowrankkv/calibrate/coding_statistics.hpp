@@ -115,6 +115,12 @@ class CodingStatistics {
       ::lowrankkv::detail::fail<ValueError>(
           "residual stream: 0 rows were added, at least 1 needed "
           "(CodingStatistics::add_residual_stream)");
+    // NaN has no place in an order.
+    for (const float square : squares) {
+      if (std::isnan(square))
+        ::lowrankkv::detail::fail<ValueError>("residual stream: a row's |h|^2 is ", square,
+                                              ", a number expected");
+    }
     const auto middle = squares.begin() + static_cast<std::ptrdiff_t>(squares.size() / 2);
     std::nth_element(squares.begin(), middle, squares.end());
     if (!(*middle > 0.0F) || !std::isfinite(*middle))
