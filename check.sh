@@ -69,7 +69,7 @@ part_sanitizers() {
   run_tests check-sanitizers
   configure check-threads -DLOWRANKKV_TESTS=programs -DLOWRANKKV_BUILD_EXAMPLES=OFF -DCMAKE_CXX_COMPILER=clang++ -DLOWRANKKV_NATIVE=OFF -DCMAKE_CXX_FLAGS_RELEASE=-O1 -DLOWRANKKV_SANITIZE=thread
   cmake --build build/check-threads --target test_layer_stack_threads
-  run_tests check-threads -R '^layer_stack_threads$'
+  TSAN_OPTIONS=halt_on_error=1 run_tests check-threads -R '^layer_stack_threads$'
 }
 
 part_headers() {
