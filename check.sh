@@ -12,7 +12,7 @@ cd "$(dirname "$0")"
 source cmake/install_dependencies.sh
 
 declare -A parts=(
-  [sanitizers]="clang++ without -march=native; what handles memory under the address and undefined-behaviour sanitizers"
+  [sanitizers]="clang++ without -march=native; what handles memory under the address and undefined-behaviour sanitizers, threads under that of threads"
   [headers]="every header compiles alone, CUDA headers too; misuse of a policy gives one readable line; clang-tidy over everything"
   [packages]="consumers: CMake, pkg-config, Conan; the reference of every header"
   [architectures]="CUDA tests for sm_80, sm_90 and PTX, the CUDA benchmarks, Release builds of examples and benchmarks"
@@ -24,7 +24,7 @@ order=(packages sanitizers headers architectures fuzz random)
 jobs=$(nproc)
 nvcc=$(command -v nvcc || { [[ -x /usr/local/cuda/bin/nvcc ]] && echo /usr/local/cuda/bin/nvcc; } || true)
 cuda=(-DLOWRANKKV_CUDA=OFF)
-[[ -z $nvcc ]] || cuda=(-DLOWRANKKV_CUDA=ON "-DCMAKE_CUDA_COMPILER=$nvcc")
+[[ -z $nvcc ]] || cuda=(-DLOWRANKKV_CUDA=ON "-DCMAKE_CUDA_COMPILER=$nvcc" -DLOWRANKKV_EXAMPLE_HEAD_DIM=64)
 # Where there is no GPU the CUDA programs are compiled to be checked, not to run: with the least work for the assembler
 # and the host's compiler. The middle of nvcc does some, since the others have more to read otherwise.
 unused_gpu_code=()
@@ -34,13 +34,17 @@ if ! nvidia-smi -L > /dev/null 2>&1; then
   ptx_only=ON
 fi
 
-# build NAME [cmake arguments...]
-build() {
+# configure NAME [cmake arguments...]
+configure() {
   local name=$1
   shift
   mkdir -p build
   cmake -S . -B "build/$name" -G Ninja -DLOWRANKKV_WERROR=ON "$@" > "build/$name.cmake.log" 2>&1 || { cat "build/$name.cmake.log"; exit 1; }
-  cmake --build "build/$name" -j "$jobs"
+}
+# build NAME [cmake arguments...]
+build() {
+  configure "$@"
+  cmake --build "build/$1" -j "$jobs"
 }
 # run_tests NAME [ctest arguments...]
 run_tests() {
@@ -64,6 +68,9 @@ part_sanitizers() {
   install_dependencies "${build_packages[@]}" clang libclang-rt-dev python3 doctest-dev
   build check-sanitizers -DLOWRANKKV_TESTS=programs -DCMAKE_CXX_COMPILER=clang++ -DLOWRANKKV_NATIVE=OFF -DCMAKE_CXX_FLAGS_RELEASE=-O1 -DLOWRANKKV_SANITIZE=address,undefined
   run_tests check-sanitizers
+  configure check-threads -DLOWRANKKV_TESTS=programs -DLOWRANKKV_BUILD_EXAMPLES=OFF -DCMAKE_CXX_COMPILER=clang++ -DLOWRANKKV_NATIVE=OFF -DCMAKE_CXX_FLAGS_RELEASE=-O1 -DLOWRANKKV_SANITIZE=thread
+  cmake --build build/check-threads --target test_layer_stack_threads
+  TSAN_OPTIONS=halt_on_error=1 run_tests check-threads -R '^layer_stack_threads$'
 }
 
 part_headers() {

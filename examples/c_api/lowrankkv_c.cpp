@@ -2,79 +2,17 @@
 // lowrankkv_c.h over LayerStack: add a preset to open_stack() for another method.
 #include "lowrankkv_c.h"
 
-#include <algorithm>
-#include <cstring>
 #include <memory>
-#include <new>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "lowrankkv/lowrankkv.hpp"
-
-#if defined(LOWRANKKV_NO_EXCEPTIONS)
-#error \
-    "lowrankkv_c.cpp turns exceptions into statuses: compile it with exceptions; what calls it may be compiled without"
-#endif
+#include "lowrankkv_c_support.hpp"
 
 namespace {
 
-using namespace lowrankkv;  // the names of the library are what this file is about
-
-thread_local std::string last_error;
-
-/// Runs a call: what it raises becomes a status and the thread's last error.
-template <class Call>
-lowrankkv_status guarded(Call&& call) noexcept {
-  const auto noted = [](lowrankkv_status status, const char* message) noexcept {
-    try {
-      last_error = message;
-    } catch (...) {
-      last_error.clear();
-    }
-    return status;
-  };
-  try {
-    call();
-    return LOWRANKKV_OK;
-  } catch (const ShapeError& error) {
-    return noted(LOWRANKKV_SHAPE_ERROR, error.what());
-  } catch (const ValueError& error) {
-    return noted(LOWRANKKV_VALUE_ERROR, error.what());
-  } catch (const CapacityError& error) {
-    return noted(LOWRANKKV_CAPACITY_ERROR, error.what());
-  } catch (const SequenceError& error) {
-    return noted(LOWRANKKV_SEQUENCE_ERROR, error.what());
-  } catch (const StateError& error) {
-    return noted(LOWRANKKV_STATE_ERROR, error.what());
-  } catch (const FormatError& error) {
-    return noted(LOWRANKKV_FORMAT_ERROR, error.what());
-  } catch (const std::bad_alloc&) {
-    return noted(LOWRANKKV_OUT_OF_MEMORY, "out of memory");
-  } catch (const std::exception& error) {
-    return noted(LOWRANKKV_OTHER_ERROR, error.what());
-  } catch (...) {
-    return noted(LOWRANKKV_OTHER_ERROR, "unknown error");
-  }
-}
-
-void need(bool there, const char* what) {
-  if (!there) throw ValueError(std::string(what) + ": null, an address expected");
-}
-
-/// A view of the caller's rows; dense where no strides are given.
-template <class View>
-View view_of(const lowrankkv_rows* rows, const char* name, int heads, int head_dim) {
-  need(rows != nullptr, name);
-  if (rows->type < 0 || rows->type > 2)
-    throw ValueError(std::string(name) + ": type " + std::to_string(rows->type) +
-                     ", 0 to 2 expected");
-  const DType types[] = {DType::f32, DType::f16, DType::bf16};
-  const bool dense = rows->token_stride == 0;
-  return View(rows->data, types[rows->type], rows->num_tokens, heads, head_dim,
-              dense ? std::int64_t{heads} * head_dim : rows->token_stride,
-              dense ? head_dim : rows->head_stride, dense ? 1 : rows->element_stride);
-}
+using namespace lowrankkv_c;
 
 using Sequences = std::span<const SequenceId>;
 
@@ -174,7 +112,7 @@ class StackOf final : public lowrankkv_cache {
   void maintain(Sequences seqs) override { stack_.maintain(seqs); }
   void reconstruct(int layer, SequenceId seq, std::int64_t first, const KeyTargetView& key,
                    const ValueTargetView& value) const override {
-    check(layer);
+    check_layer(stack_, layer);
     stack_.layer(layer).reconstruct(seq, first, key, value);
   }
   std::size_t save_bytes(SequenceId seq) const override { return stack_.save_bytes(seq); }
@@ -187,13 +125,8 @@ class StackOf final : public lowrankkv_cache {
   }
 
  private:
-  void check(int layer) const {
-    if (layer < 0 || layer >= stack_.num_layers())
-      throw ShapeError("layer: " + std::to_string(layer) + ", num_layers " +
-                       std::to_string(stack_.num_layers()));
-  }
   Cache& at(int layer) {
-    check(layer);
+    check_layer(stack_, layer);
     return stack_.layer(layer);
   }
   LayerStack<Cache> stack_;
@@ -244,26 +177,6 @@ std::unique_ptr<lowrankkv_cache> open_stack(const lowrankkv_config& wanted) {
   return std::make_unique<StackOf<OjaKV<>>>(config, std::move(bases), OjaKV<>::PolicySet{});
 }
 
-Sequences sequences(const std::int64_t* seqs, std::size_t count) {
-  need(seqs != nullptr || count == 0, "seqs");
-  return {seqs, count};
-}
-
-/// The cache that a call is about.
-template <class Stack>
-Stack& live(Stack* cache) {
-  need(cache != nullptr, "cache");
-  return *cache;
-}
-
-/// Copies as much of a struct as its caller knows of.
-template <class Struct>
-void give(const Struct& from, Struct* to) {
-  const std::size_t size = (std::min)(to->size, sizeof(Struct));
-  std::memcpy(reinterpret_cast<char*>(to) + sizeof to->size,
-              reinterpret_cast<const char*>(&from) + sizeof from.size, size - sizeof from.size);
-}
-
 }  // namespace
 
 extern "C" {
@@ -275,9 +188,7 @@ lowrankkv_status lowrankkv_open(const lowrankkv_config* config, lowrankkv_cache*
   return guarded([&] {
     need(config != nullptr, "config");
     need(cache != nullptr, "cache");
-    if (config->size < sizeof(lowrankkv_config))
-      throw ShapeError("config: " + std::to_string(config->size) + " bytes, " +
-                       std::to_string(sizeof(lowrankkv_config)) + " expected");
+    check_size("config", config->size, sizeof(lowrankkv_config), sizeof(lowrankkv_config));
     *cache = open_stack(*config).release();
   });
 }
@@ -391,15 +302,8 @@ lowrankkv_status lowrankkv_memory_of(const lowrankkv_cache* cache, const int64_t
                                      lowrankkv_memory* memory) {
   return guarded([&] {
     need(memory != nullptr, "memory");
-    if (memory->size < sizeof memory->size)
-      throw ShapeError("memory: " + std::to_string(memory->size) + " bytes, " +
-                       std::to_string(sizeof(lowrankkv_memory)) + " expected");
-    const MemoryUsage usage = live(cache).memory(seq);
-    const std::size_t other = usage.residual_bytes + usage.pending_bytes;
-    give({sizeof(lowrankkv_memory), usage.coefficient_bytes, usage.full_row_bytes, usage.tail_bytes,
-          usage.position_bytes, usage.epoch_bytes, usage.updater_bytes, usage.slack_bytes,
-          usage.shared_bytes, usage.reserved_bytes, other, usage.total()},
-         memory);
+    check_size("memory", memory->size, sizeof memory->size, sizeof(lowrankkv_memory));
+    give(memory_of(live(cache).memory(seq)), memory);
   });
 }
 

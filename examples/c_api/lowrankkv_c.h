@@ -9,33 +9,13 @@
 #ifndef LOWRANKKV_C_H
 #define LOWRANKKV_C_H
 
-#include <stddef.h>
-#include <stdint.h>
+#include "lowrankkv_c_types.h"
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
 #define LOWRANKKV_ABI_VERSION 1
-
-/* What went wrong: the library's error types, and what is not its own. Values never change. */
-typedef enum lowrankkv_status {
-  LOWRANKKV_OK = 0,
-  LOWRANKKV_SHAPE_ERROR = 1,    /* extents or strides do not fit together */
-  LOWRANKKV_VALUE_ERROR = 2,    /* a value is not usable */
-  LOWRANKKV_CAPACITY_ERROR = 3, /* tokens, sequences, pages or a tail are full */
-  LOWRANKKV_SEQUENCE_ERROR = 4, /* an unknown sequence, or one that exists */
-  LOWRANKKV_STATE_ERROR = 5,    /* the call does not fit the sequence's state */
-  LOWRANKKV_FORMAT_ERROR = 6,   /* a file or buffer is damaged or of another kind */
-  LOWRANKKV_OUT_OF_MEMORY = 7,
-  LOWRANKKV_OTHER_ERROR = 8
-} lowrankkv_status;
-
-typedef enum lowrankkv_type {
-  LOWRANKKV_F32 = 0,
-  LOWRANKKV_F16 = 1,
-  LOWRANKKV_BF16 = 2
-} lowrankkv_type;
 
 /* How keys come: rotated, or before their rotary embedding, whose pairs are channels i and i +
  * head_dim / 2, or 2 i and 2 i + 1. Only those before it can move to other positions. */
@@ -60,22 +40,6 @@ typedef struct lowrankkv_config {
   int32_t keys;       /* lowrankkv_keys: that of the bundle, where there is one */
   double rope_theta;  /* of keys before RoPE, without a bundle */
 } lowrankkv_config;
-
-/* Rows [num_tokens, heads, head_dim] of the caller's; strides in elements. token_stride 0: they are
- * dense. */
-typedef struct lowrankkv_rows {
-  const void* data;
-  int32_t type; /* lowrankkv_type */
-  int64_t num_tokens;
-  int64_t token_stride, head_stride, element_stride;
-} lowrankkv_rows;
-
-/* Bytes by what they hold. */
-typedef struct lowrankkv_memory {
-  size_t size; /* sizeof(lowrankkv_memory) */
-  size_t coefficients, full_rows, tail, positions, epochs, updater, slack, shared, reserved, other,
-      total;
-} lowrankkv_memory;
 
 uint32_t lowrankkv_abi_version(void);
 /* The calling thread's last error; empty, if there was none. Valid until its next call. */

@@ -29,6 +29,12 @@ LOWRANKKV_NAMESPACE_BEGIN
 ///
 /// On the Cuda backend, calls that enqueue work take a cudaStream_t as their last argument (`On`).
 /// On the CPU, `On` is empty.
+///
+/// Threads: on the CPU different layers may be called from different threads at a time, with any
+/// call of a cache. What they share, free pages and threads, has locks; results are those of one
+/// call after the other. One thread at a time calls one layer. While a thread is in a call of the
+/// stack itself, no other calls the stack or its layers. On the Cuda backend layers share a
+/// workspace: one thread at a time calls any of them.
 template <class Cache>
 class LayerStack {
  public:

@@ -18,7 +18,7 @@ import tempfile
 import time
 
 FOLDERS = ("include/", "examples/")
-DEVICE = ("include/lowrankkv/cuda", "examples/llama/device_caches.cpp")  # these include the CUDA runtime
+DEVICE = ("include/lowrankkv/cuda", "examples/llama/device_caches.cpp", "examples/cuda_caches.hpp", "examples/08_cuda_calibrated.cpp", "examples/c_api/lowrankkv_c_cuda.cpp")  # these include the CUDA runtime
 NEEDS = {"examples/embed/llama_cpp/": "llama.cpp"}  # sources that are not here
 ROW = "{:<60} {:>8} {:>9}"
 HEADERS = "headers"  # of the unit that they are together

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -22,7 +23,8 @@ struct PoolSize {
 };
 
 /// @brief An engine's own block manager, which tracks and hands out the free pages of a pool.
-/// Called on the host, never while a step runs.
+/// Called on the host, never while a step runs, and by one thread at a time. It must not call the
+/// pool.
 class PageSource {
  public:
   virtual ~PageSource() = default;
@@ -37,7 +39,12 @@ class PageSource {
 };
 
 /// @brief Bookkeeping of a page pool. Knows page numbers but not their memory, so every backend can
-/// use it. Not thread-safe: the layers of a model call it one after the other.
+/// use it.
+///
+/// Several threads may call it at a time: a page number is handed to one of them. What is said of a
+/// page in use (references, shared) holds as long as only one thread shares and releases that page,
+/// as the layer that owns it does. HeldPages, whose promise is about all callers, is for one thread
+/// while no other calls.
 class PageAllocator {
  public:
   /// @param num_pages  pages in the pool, numbered from 0
@@ -52,18 +59,21 @@ class PageAllocator {
 
   std::int64_t num_pages() const { return static_cast<std::int64_t>(references_.size()); }
   std::int64_t num_free() const {
-    return static_cast<std::int64_t>(free_.size()) + (source_ != nullptr ? source_->num_free() : 0);
+    const std::lock_guard lock(mutex_);
+    return free_pages();
   }
 
   /// @brief Raises CapacityError unless `count` pages are free.
   void require(std::int64_t count) const {
-    if (count > num_free())
-      detail::fail<CapacityError>("page pool: ", count, " pages needed, ", num_free(), " free");
+    const std::lock_guard lock(mutex_);
+    require_locked(count);
   }
   /// @brief Takes a free page. The caller has called require(). @throws StateError if the engine's
-  /// source returns a page outside the pool, or one in use
+  /// source returns a page outside the pool, or one in use; CapacityError if another thread has
+  /// taken the last one since
   std::int32_t take() {
-    require(1);
+    const std::lock_guard lock(mutex_);
+    require_locked(1);
     if (free_.empty()) take_from_source();
     const std::int32_t page = free_.back();
     free_.pop_back();
@@ -71,9 +81,13 @@ class PageAllocator {
     return page;
   }
   /// @brief One more sequence reads this page.
-  void share(std::int32_t page) { ++references_[static_cast<std::size_t>(page)]; }
+  void share(std::int32_t page) {
+    const std::lock_guard lock(mutex_);
+    ++references_[static_cast<std::size_t>(page)];
+  }
   /// @brief One sequence fewer reads this page. The last release frees it.
   void release(std::int32_t page) noexcept {
+    const std::lock_guard lock(mutex_);
     if (--references_[static_cast<std::size_t>(page)] != 0) return;
     if (source_ != nullptr && static_cast<std::int64_t>(free_.size()) >= held_) {
       source_->release(page);
@@ -89,6 +103,14 @@ class PageAllocator {
 
  private:
   friend class HeldPages;
+  // The mutex is locked in these.
+  std::int64_t free_pages() const {
+    return static_cast<std::int64_t>(free_.size()) + (source_ != nullptr ? source_->num_free() : 0);
+  }
+  void require_locked(std::int64_t count) const {
+    if (count > free_pages())
+      detail::fail<CapacityError>("page pool: ", count, " pages needed, ", free_pages(), " free");
+  }
   void take_from_source() {
     const std::int32_t page = source_->take();
     if (page < 0 || page >= num_pages() || references(page) != 0) {
@@ -100,6 +122,7 @@ class PageAllocator {
     free_.push_back(page);
     references_[static_cast<std::size_t>(page)] = kHeld;
   }
+  mutable std::mutex mutex_;                 ///< of all that is below
   static constexpr std::int32_t kHeld = -1;  ///< in place of the references of a held page
   std::vector<std::int32_t> references_;
   std::vector<std::int32_t> free_;  ///< with a source: pages that HeldPages has taken from it
@@ -115,7 +138,8 @@ class HeldPages {
   /// @throws CapacityError if fewer are free; whatever the source throws, and then none is taken
   HeldPages(PageAllocator& allocator, std::int64_t count)
       : allocator_(allocator), before_(allocator.held_) {
-    allocator.require(count);
+    const std::lock_guard lock(allocator.mutex_);
+    allocator.require_locked(count);
     if (allocator.source_ == nullptr) return;
     struct Undo {
       HeldPages* pages;
@@ -132,10 +156,13 @@ class HeldPages {
   }
   HeldPages(const HeldPages&) = delete;
   HeldPages& operator=(const HeldPages&) = delete;
-  ~HeldPages() { give_back(); }
+  ~HeldPages() {
+    const std::lock_guard lock(allocator_.mutex_);
+    give_back();
+  }
 
  private:
-  void give_back() noexcept {
+  void give_back() noexcept {  // the mutex is locked
     allocator_.held_ = before_;
     if (allocator_.source_ == nullptr) return;
     while (static_cast<std::int64_t>(allocator_.free_.size()) > before_) {

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 #include <exception>
+#include <mutex>
 #include <type_traits>
 
 #include "lowrankkv/config.hpp"
@@ -17,8 +18,8 @@ namespace cpu {
 ///
 /// An engine that has threads already derives from this class and passes a
 /// `std::shared_ptr<Executor>` to its caches. There are two implementations: cpu::ThreadPool
-/// (std::thread) and cpu::OpenMP (cpu/openmp.hpp). Caches may share an executor if they are called
-/// one after the other.
+/// (std::thread) and cpu::OpenMP (cpu/openmp.hpp). Caches may share an executor, and be called from
+/// several threads then: tasks of one call run at a time, those of the others wait.
 class Executor {
  public:
   /// @brief The tasks of one call of run().
@@ -39,7 +40,8 @@ class Executor {
 
   /// @brief Calls function(task, thread) for every task in [0, num_tasks), with thread in
   /// [0, num_threads()). If a task throws, rethrows one of the exceptions after all tasks have
-  /// ended. Not reentrant. Allocates nothing.
+  /// ended. Allocates nothing. Several threads may call it: they wait for each other, unless there
+  /// is one task or one thread, which the caller is. Not reentrant: a task must not call it.
   template <class Function>
   void run(std::int64_t num_tasks, Function&& function) {
     if (num_tasks <= 1 || num_threads() == 1) {
@@ -52,7 +54,10 @@ class Executor {
     tasks.call_ = [](void* context, std::int64_t task, int thread) noexcept {
       static_cast<decltype(job)*>(context)->run(task, thread);
     };
-    run_tasks(num_tasks, tasks);
+    {
+      const std::lock_guard one_caller(mutex_);
+      run_tasks(num_tasks, tasks);
+    }
 #if !defined(LOWRANKKV_NO_EXCEPTIONS)
     if (job.error) std::rethrow_exception(job.error);
 #endif
@@ -60,7 +65,8 @@ class Executor {
 
  protected:
   /// @brief Calls tasks(task, thread) once for every task in [0, num_tasks), and returns when all
-  /// calls have returned. Calls with the same `thread` never overlap.
+  /// calls have returned. Calls with the same `thread` never overlap. Called by one thread at a
+  /// time.
   virtual void run_tasks(std::int64_t num_tasks, const Tasks& tasks) = 0;
 
  private:
@@ -81,6 +87,7 @@ class Executor {
     }
 #endif
   };
+  std::mutex mutex_;  ///< one caller's tasks at a time
 };
 
 }  // namespace cpu

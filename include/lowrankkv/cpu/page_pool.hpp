@@ -13,7 +13,8 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief A pool of pages. Not thread-safe: layers use it one after the other.
+/// @brief A pool of pages. Layers may use it from several threads at a time: each reads and writes
+/// pages that it has taken.
 class PagePool {
  public:
   /// @brief Owns its memory. The operating system commits each page of it at the first write.

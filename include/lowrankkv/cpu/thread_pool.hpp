@@ -14,7 +14,7 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief The calling thread and num_threads - 1 workers. Only one thread at a time may call run().
+/// @brief The calling thread and num_threads - 1 workers.
 ///
 /// run() waits only for workers that have taken a task: one that is slow to wake, because other
 /// processes keep the cores busy, delays nothing. A worker that loses its core within a task delays

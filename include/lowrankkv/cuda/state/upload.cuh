@@ -52,7 +52,8 @@ struct SegmentList {
 };
 
 /// @brief Sets the lengths and the segments of one sequence, the same in all heads. The tail keeps
-/// its oldest rows where they are, and loses the newest. One block.
+/// its oldest rows where they are, and loses the newest. That of an empty sequence begins where the
+/// ring does, whoever had the slot before: sums over a tail have the order of its ring. One block.
 template <class = void>
 __global__ void write_lengths_kernel(LayerEdit tables, int slot, std::int32_t tail_length,
                                      std::int32_t tail_position, HeadRows rows,
@@ -60,6 +61,7 @@ __global__ void write_lengths_kernel(LayerEdit tables, int slot, std::int32_t ta
   if (threadIdx.x == 0) {
     tables.lengths[slot].tail_length = tail_length;
     tables.lengths[slot].tail_position = tail_position;
+    if (tail_length == 0 && tail_position == 0) tables.lengths[slot].tail_first = 0;
     if (segments.count >= 0) tables.lengths[slot].num_segments = segments.count;
   }
   for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads;
