@@ -2,10 +2,9 @@
 /// @file cpu/state_io.hpp  Serialisation of one sequence of a layer.
 ///
 /// Contents (framed by cpu/saved_frame.hpp): lengths; position shifts; the current epoch and the
-/// segments of all heads; the sequence's own epochs in full. Then per head: states of positions,
-/// full rows, accumulated scores, residuals, the updater's working bases and state. Then the
-/// compressed rows of each list; then the tail. Rows are in the order of their lists, independent
-/// of page size. Codes are copied, never recoded.
+/// segments of all heads; the sequence's own epochs in full. Then per head: runs of positions, full rows, accumulated scores, residuals, the updater's working bases and
+/// state. Then the compressed rows of each list; then the tail. Rows are in the order of their
+/// lists, independent of page size. Codes are copied, never recoded.
 #pragma once
 
 #include <algorithm>
@@ -121,7 +120,7 @@ void write_sequence(const State& state, int slot, ByteWriter& out) {
       detail::write_epoch(out, {state.epochs.head(epoch, head)});
   }
   for (int head = 0; head < state.num_kv_heads(); ++head) {
-    out.list(state.runs(slot, head).states());
+    state.runs(slot, head).write(out);
     detail::write_rows(out, state.full, state.full.layout(head), slot, head);
     if (State::accumulates_scores) {
       const HeadScores& accumulated = sequence.accumulated[static_cast<std::size_t>(head)];
@@ -160,7 +159,7 @@ void write_sequence(const State& state, int slot, ByteWriter& out) {
 template <class State>
 struct SavedSequence {
   struct Head {
-    std::vector<RowState> states;
+    RowRuns runs;
     std::span<const std::byte> full_rows;
     HeadScores accumulated;
     HeadResiduals residuals;
@@ -178,15 +177,43 @@ struct SavedSequence {
   std::span<const std::byte> tail;
 
   std::int32_t rows(int head, RowState kind) const {
-    const auto& states = heads[static_cast<std::size_t>(head)].states;
-    return static_cast<std::int32_t>(std::count(states.begin(), states.end(), kind));
+    return heads[static_cast<std::size_t>(head)].runs.num_rows(kind);
   }
 };
 
-/// @brief Reads the output of write_sequence(). @throws FormatError if it is inconsistent,
-/// CapacityError if it does not fit the cache
+namespace detail {
+
+/// Reads where the positions of a head are stored, `wanted` of them. Version 3 has a list of their
+/// states, a byte each.
+inline RowRuns read_runs(ByteReader& in, int version, int head, std::int64_t wanted) {
+  using ::lowrankkv::detail::fail;
+  const auto check_count = [&](std::int64_t found) {
+    if (found != wanted)
+      fail<FormatError>("saved state: head ", head, " has ", found, " stored positions, expected ",
+                        wanted);
+  };
+  RowRuns runs;
+  if (version == 3) {
+    const std::vector<RowState> states = in.list<RowState>();
+    check_count(static_cast<std::int64_t>(states.size()));
+    for (const RowState kind : states) {
+      if (kind > RowState::dropped)
+        fail<FormatError>("saved state: row state ", static_cast<int>(kind), ", at most 2");
+      runs.append(kind, 1);
+    }
+  } else {
+    runs = RowRuns::read(in, wanted);
+  }
+  check_count(runs.num_positions());
+  return runs;
+}
+
+}  // namespace detail
+
+/// @brief Reads the output of write_sequence(), or of that of version 3. @throws FormatError if it
+/// is inconsistent, CapacityError if it does not fit the cache
 template <class State>
-SavedSequence<State> read_sequence(const State& state, ByteReader& in) {
+SavedSequence<State> read_sequence(const State& state, ByteReader& in, int version) {
   using ::lowrankkv::detail::fail;
   SavedSequence<State> saved;
   const int heads = state.num_kv_heads();
@@ -263,17 +290,9 @@ SavedSequence<State> read_sequence(const State& state, ByteReader& in) {
   };
   for (int head = 0; head < heads; ++head) {
     auto& mine = saved.heads.emplace_back();
-    mine.states = in.list<RowState>();
-    if (static_cast<std::int64_t>(mine.states.size()) != lengths.num_tokens - lengths.tail_length) {
-      fail<FormatError>("saved state: head ", head, " has ", mine.states.size(),
-                        " stored positions, expected ", lengths.num_tokens - lengths.tail_length);
-    }
-    for (const RowState kind : mine.states) {
-      if (kind > RowState::dropped)
-        fail<FormatError>("saved state: row state ", static_cast<int>(kind), ", at most 2");
-    }
+    mine.runs = detail::read_runs(in, version, head, lengths.num_tokens - lengths.tail_length);
     const int leader = head / state.heads_per_group() * state.heads_per_group();
-    if (mine.states != saved.heads[static_cast<std::size_t>(leader)].states)
+    if (!(mine.runs == saved.heads[static_cast<std::size_t>(leader)].runs))
       fail<FormatError>("saved state: heads ", leader, " and ", head,
                         " share a latent and differ in their rows' states");
     const std::int32_t compressed = saved.rows(head, RowState::compressed);
@@ -423,7 +442,7 @@ void store_sequence(State& state, int slot, SavedSequence<State>&& saved) {
       segments[i].epoch = ids[static_cast<std::size_t>(segments[i].epoch)];
     }
     auto& mine = saved.heads[static_cast<std::size_t>(head)];
-    state.runs(slot, head).assign(mine.states);
+    state.runs(slot, head) = mine.runs;
     state.full.extend(slot, head, saved.rows(head, RowState::full));
     state.full.copy_in(slot, head, mine.full_rows.data());
     if (State::accumulates_scores) {
