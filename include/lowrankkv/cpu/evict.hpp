@@ -41,7 +41,8 @@ void retain_rows(State& state, int slot, int head, RowState kind, const std::vec
 
 }  // namespace detail
 
-/// @brief Removes segments that have no row left in any head, and releases their epochs.
+/// @brief Removes segments that have no row left in any head, and releases their epochs. A merge of
+/// such a segment is over.
 template <class State>
 void drop_empty_segments(State& state, int slot) {
   SequenceLengths& lengths = state.table.lengths(slot);
@@ -55,6 +56,12 @@ void drop_empty_segments(State& state, int slot) {
     for (int head = 0; head < state.num_kv_heads(); ++head)
       std::copy(at(head) + 1, state.used_segments(slot, head).end(), at(head));
     --lengths.num_segments;
+    std::int32_t& merging = state.sequence(slot).merging;
+    if (index == merging || index == merging + 1) {
+      merging = -1;
+    } else if (index < merging) {
+      --merging;
+    }
   }
 }
 

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cpu/state_io.hpp  Serialisation of one sequence of a layer.
 ///
-/// Contents (framed by cpu/saved_frame.hpp): lengths; position shifts; the current epoch and the
-/// segments of all heads; the sequence's own epochs in full. Then per head: runs of positions, full rows, accumulated scores, residuals, the updater's working bases and
+/// Contents (framed by cpu/saved_frame.hpp): lengths; position shifts; the current epoch; the
+/// merge in progress; the segments of all heads; the sequence's own epochs in full. Then per head:
+/// runs of positions, full rows, accumulated scores, residuals, the updater's working bases and
 /// state. Then the compressed rows of each list; then the tail. Rows are in the order of their
 /// lists, independent of page size. Codes are copied, never recoded.
 #pragma once
@@ -113,6 +114,7 @@ void write_sequence(const State& state, int slot, ByteWriter& out) {
     }
   }
   out.value(static_cast<std::int32_t>(State::TokenImpl::compresses ? index_of(sequence.epoch) : 0));
+  out.value(sequence.merging);
   out.list(segments);
   out.value(static_cast<std::uint64_t>(epochs.size()));
   for (const std::int32_t epoch : epochs) {
@@ -170,6 +172,7 @@ struct SavedSequence {
   std::int64_t rows_since_publication = 0;
   PositionShifts shifts;
   std::int32_t epoch = 0;
+  std::int32_t merging = -1;
   std::vector<Segment> segments;
   std::vector<std::vector<EpochHead>> epochs;
   std::vector<Head> heads;
@@ -225,8 +228,8 @@ SavedSequence<State> read_sequence(const State& state, ByteReader& in, int versi
   if (lengths.tail_length < 0 || lengths.tail_length > state.config.tail_capacity)
     fail<CapacityError>("tail_capacity: ", state.config.tail_capacity, ", saved tail has ",
                         lengths.tail_length);
-  if (lengths.num_segments < 0 || lengths.num_segments > state.table.max_segments() - 1)
-    fail<CapacityError>("epochs: room for ", state.table.max_segments() - 1,
+  if (lengths.num_segments < 0 || lengths.num_segments > state.table.max_segments())
+    fail<CapacityError>("epochs: room for ", state.table.max_segments(),
                         " segments, saved sequence has ", lengths.num_segments);
   if (lengths.tail_length > lengths.num_tokens)
     fail<FormatError>("saved state: a tail of ", lengths.tail_length, " in ", lengths.num_tokens,
@@ -255,6 +258,11 @@ SavedSequence<State> read_sequence(const State& state, ByteReader& in, int versi
   }
   ::lowrankkv::detail::check_saved(saved.shifts);
   saved.epoch = in.value<std::int32_t>();
+  saved.merging = version == 3 ? -1 : in.value<std::int32_t>();
+  if (saved.merging < -1 || (saved.merging >= 0 && (saved.merging > lengths.num_segments - 2 ||
+                                                    !State::UpdaterImpl::adapts)))
+    fail<FormatError>("saved state: a merge of segment ", saved.merging, " of ",
+                      lengths.num_segments);
   saved.segments = in.list<Segment>();
   if (saved.segments.size() !=
       static_cast<std::size_t>(lengths.num_segments) * static_cast<std::size_t>(heads)) {
@@ -288,6 +296,13 @@ SavedSequence<State> read_sequence(const State& state, ByteReader& in, int versi
   const auto rows_in = [&](const auto& layout, std::int32_t rows) {
     return in.bytes(layout.page_bytes(rows));
   };
+  // A full table has no room for one more segment: it needs a merge, and no new segment before it.
+  if (lengths.num_segments == state.table.max_segments() &&
+      (saved.merging < 0 ||
+       saved.segments[static_cast<std::size_t>(lengths.num_segments - 1)].epoch != saved.epoch)) {
+    fail<CapacityError>("epochs: room for ", state.table.max_segments() - 1,
+                        " segments without a merge, saved sequence has ", lengths.num_segments);
+  }
   for (int head = 0; head < heads; ++head) {
     auto& mine = saved.heads.emplace_back();
     mine.runs = detail::read_runs(in, version, head, lengths.num_tokens - lengths.tail_length);
@@ -434,6 +449,7 @@ void store_sequence(State& state, int slot, SavedSequence<State>&& saved) {
   for (auto& maps : saved.epochs) ids.push_back(state.epochs.adopt(std::move(maps)));
   state.table.lengths(slot) = saved.lengths;
   sequence.rows_since_publication = saved.rows_since_publication;
+  sequence.merging = saved.merging;
   sequence.shifts = std::move(saved.shifts);
   for (int head = 0; head < heads; ++head) {
     auto segments = state.used_segments(slot, head);
