@@ -63,11 +63,11 @@ struct CacheConfig {
   int max_query_tokens = 1;
   int num_threads = 1;  ///< Cpu backend: threads of the cache's own pool, unless one is passed in
 
-  /// @brief The merge_rows that are used.
+  /// @brief The merge_rows that are used: no more than a list can have.
   std::int64_t most_merge_rows() const {
-    if (merge_rows > 0) return merge_rows;
-    const std::int64_t most = 16 * std::int64_t{flush_interval};
-    return most < 512 ? 512 : most;
+    const std::int64_t most = merge_rows > 0 ? merge_rows : 16 * std::int64_t{flush_interval};
+    if (most > std::int64_t{1} << 31) return std::int64_t{1} << 31;
+    return merge_rows == 0 && most < 512 ? 512 : most;
   }
   /// @brief The softmax scale that is used.
   float scale() const {
