@@ -17,9 +17,14 @@ TEST_CASE("the page allocator counts references and names both numbers when it r
   PageAllocator pages(3);
   const auto a = pages.take();
   pages.share(a);
+  pages.share(a);
   CHECK(pages.shared(a));
   pages.release(a);
+  CHECK(pages.shared(a));
+  CHECK(pages.shares_any());
+  pages.release(a);
   CHECK(!pages.shared(a));
+  CHECK(!pages.shares_any());
   CHECK(pages.num_free() == 2);
   pages.release(a);
   CHECK(pages.num_free() == 3);

@@ -71,10 +71,14 @@ class PageAllocator {
     return page;
   }
   /// @brief One more sequence reads this page.
-  void share(std::int32_t page) { ++references_[static_cast<std::size_t>(page)]; }
+  void share(std::int32_t page) {
+    if (++references_[static_cast<std::size_t>(page)] == 2) ++shared_;
+  }
   /// @brief One sequence fewer reads this page. The last release frees it.
   void release(std::int32_t page) noexcept {
-    if (--references_[static_cast<std::size_t>(page)] != 0) return;
+    const std::int32_t left = --references_[static_cast<std::size_t>(page)];
+    if (left == 1) --shared_;
+    if (left != 0) return;
     if (source_ != nullptr && static_cast<std::int64_t>(free_.size()) >= held_) {
       source_->release(page);
       return;
@@ -86,6 +90,8 @@ class PageAllocator {
   int references(std::int32_t page) const { return references_[static_cast<std::size_t>(page)]; }
   /// @brief True when a write would be seen by another sequence.
   bool shared(std::int32_t page) const { return references(page) > 1; }
+  /// @brief Whether any page is shared. If none is, no write takes a page.
+  bool shares_any() const { return shared_ > 0; }
 
  private:
   friend class HeldPages;
@@ -103,6 +109,7 @@ class PageAllocator {
   static constexpr std::int32_t kHeld = -1;  ///< in place of the references of a held page
   std::vector<std::int32_t> references_;
   std::vector<std::int32_t> free_;  ///< with a source: pages that HeldPages has taken from it
+  std::int64_t shared_ = 0;         ///< pages of several sequences
   std::int64_t held_ = 0;           ///< as many free pages as take() must hand out without failing
   std::shared_ptr<PageSource> source_;
 };
