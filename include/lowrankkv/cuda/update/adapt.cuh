@@ -199,8 +199,8 @@ void merge_segment(LayerState& layer, int slot, int merged, std::int32_t from_ro
 
 /// @brief Goes on with the merge in progress, if there is one, as cpu/segments.hpp does: moves the
 /// last rows of its older segment to the next segment, those within `most` rows of the last one of
-/// any head. When no head
-/// has a row left in the older one, the next one takes its place. The device has both segments.
+/// any head. When no head has a row left in the older one, the next one takes its place. The device
+/// has both segments.
 /// @tparam scale_groups  of tiles of codes; 0: plain tiles
 template <int scale_groups>
 void advance_merge(LayerState& layer, int slot, std::int64_t most, const CompressScratch& scratch,
