@@ -83,6 +83,8 @@ TEST_CASE("moved bases, merged segments") {
   config.keep_residuals = true;
   using Merging = CompressedKVCache<Cpu, PerHead, Oja, SinkRecent, NoQuantizer, KeepEpochs<2>>;
   undo::check_cache<Merging>(config, undo::basis());
+  config.merge_rows = 10;  // merges take several flushes
+  undo::check_cache<Merging>(config, undo::basis());
   config.num_threads = 2;
   undo::check_cache<OjaKVv2<>>(config, undo::basis());
 }

@@ -133,11 +133,11 @@ TEST_CASE("a load is refused, and nothing changes, unless everything fits") {
   std::vector<std::byte> other = bytes;
   other[0] = std::byte{'X'};
   CHECK(raised<FormatError>([&] { cache.load(2, other); }) ==
-        "saved state: begins with 'XRKVSEQ3', expected 'LRKVSEQ3'");
+        "saved state: begins with 'XRKVSEQ4', expected 'LRKVSEQ4'");
   other[0] = std::byte{0};  // a message must not end at a NUL
   other[1] = std::byte{0xfe};
   CHECK(raised<FormatError>([&] { cache.load(2, other); }) ==
-        "saved state: begins with '\\x00\\xfeKVSEQ3', expected 'LRKVSEQ3'");
+        "saved state: begins with '\\x00\\xfeKVSEQ4', expected 'LRKVSEQ4'");
   other = bytes;
   other.back() ^= std::byte{1};
   CHECK(raised<FormatError>([&] { cache.load(2, other); }).starts_with("saved state: checksum "));
@@ -243,4 +243,28 @@ TEST_CASE("a stack loads all layers or none") {
   CHECK(other.memory().total() == 0);
   LayerStack<OjaKV<>> shallow(config, {basis(1)});
   CHECK(raised<ShapeError>([&] { shallow.load(1, bytes); }) == "num_layers: stack 1, saved 2");
+}
+
+TEST_CASE("what a sliding window takes, in memory and saved, does not grow with its life") {
+  StreamingLLM<>::PolicySet policies;
+  policies.token_policy = {4, 50};
+  StreamingLLM<> cache({.shape = {1, 1, 4}, .max_tokens = 100000, .flush_interval = 10}, {},
+                       policies);
+  cache.create(0);
+  std::mt19937_64 random(6);
+  std::normal_distribution<float> normal;
+  std::size_t bytes = 0, memory = 0;
+  for (int token = 1; token <= 100000; ++token) {
+    float row[8];
+    for (float& value : row) value = normal(random);
+    cache.append_maintained(0, {row, 1, 1, 4}, {row + 4, 1, 1, 4});
+    if (token % 10000 != 0) continue;
+    if (token == 10000) {
+      bytes = cache.save_bytes(0);
+      memory = cache.memory(0).total();
+    }
+    // The length of the dropped run is written in at most two bytes more.
+    CHECK(cache.save_bytes(0) <= bytes + 2);
+    CHECK(cache.memory(0).total() == memory);
+  }
 }

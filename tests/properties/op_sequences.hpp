@@ -22,6 +22,7 @@ struct Case {
   int sinks = 0, recent = 0, interval = 0;
   std::int64_t chunk = 0;
   std::int64_t publish_interval = 0;
+  std::int64_t merge_rows = 0;
   lowrankkv::PerHead basis;
 };
 
@@ -45,6 +46,7 @@ class Driver {
     config.flush_interval = what.interval;
     config.prefill_chunk = what.chunk;
     config.publish_interval = what.publish_interval;
+    config.merge_rows = what.merge_rows;
     config.num_threads = threads;
     typename Cache::PolicySet policies;
     policies.basis = what.basis;
@@ -76,6 +78,8 @@ class Driver {
                            head.key_mean.size() + head.value_mean.size());
     }
     options_.publish_interval = what.publish_interval != 0 ? what.publish_interval : 4 * largest;
+    options_.merge_rows =
+        what.merge_rows != 0 ? what.merge_rows : std::max(512, 16 * what.interval);
     if constexpr (adapts) {
       options_.share = policies.updater.prefill_share;
       options_.window = policies.updater.importance_window;
@@ -97,7 +101,7 @@ class Driver {
       else if (kind == 3)
         draw(0, 1) == 0 ? truncate() : remove();
       else if (kind == 4)
-        check_reconstruct(pick());
+        draw(0, 2) > 0 ? check_reconstruct(pick()) : reload();
       else
         decode();
     }
@@ -186,6 +190,7 @@ class Driver {
   }
   /// Tokens appended, attended to, and flushed, for one or several sequences in one call.
   void decode() {
+    const lowrankkv::CacheStatistics before = cache_->statistics();
     const auto& shape = case_.shape;
     std::vector<lowrankkv::SequenceId> seqs{pick()};
     for (const auto& [seq, oracle] : oracles_) {
@@ -230,12 +235,24 @@ class Driver {
       oracle.maintain();
     }
     cache_->maintain(seqs);
+    if (Epochs::rotates_calibrated_rows) return;
+    const lowrankkv::CacheStatistics after = cache_->statistics();
+    REQUIRE(after.rows_reprojected - before.rows_reprojected <=
+            (after.flushes - before.flushes) * options_.merge_rows * shape.num_kv_heads);
   }
   void fork() {
     const lowrankkv::SequenceId source = pick();
     cache_->fork(source, next_);
     oracles_.emplace(next_, oracles_.at(source));
     ++next_;
+  }
+  /// A sequence is saved, erased and loaded.
+  void reload() {
+    const lowrankkv::SequenceId seq = pick();
+    std::vector<std::byte> saved(cache_->save_bytes(seq));
+    cache_->save(seq, saved);
+    cache_->erase(seq);
+    cache_->load(seq, saved);
   }
   void erase() {
     const lowrankkv::SequenceId seq = pick();
@@ -327,6 +344,7 @@ std::int64_t run_cases(std::uint64_t seed, int cases, int operations, bool query
     what.interval = draw(1, 32);
     what.chunk = draw(0, 1) * draw(1, 100);
     what.publish_interval = draw(0, 1) * draw(1, 60);
+    what.merge_rows = draw(0, 2) * draw(1, 30);  // merges take several flushes
     what.basis.centred = draw(0, 1) == 1;
     if (query_aware) what.basis.key_metric = lowrankkv::KeyMetric::query_aware;
     CAPTURE(seed);

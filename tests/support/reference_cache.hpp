@@ -41,6 +41,7 @@ struct Options {
   bool compresses = true, adapts = false, rotate = false;
   int max_epochs = 8;
   long publish_interval = 0;
+  long merge_rows = 512;
   long chunk = 0;
   double prefill_rate = 0.1, decode_rate = 0.05, share = 0.05;
   int window = 32;
@@ -102,6 +103,7 @@ class Cache {
       if (!empty) break;
       for (auto& list : segments_) list.pop_back();
     }
+    if (merging_ + 1 >= static_cast<int>(segments_[0].size())) merging_ = -1;
     flushed_ = std::min(flushed_, length);
   }
   /// Tokens [first, first + count) go; those behind them take their places.
@@ -120,6 +122,11 @@ class Cache {
       for (auto& list : segments_)
         list.erase(list.begin() + static_cast<std::ptrdiff_t>(i),
                    list.begin() + static_cast<std::ptrdiff_t>(i + (empty ? 1 : 0)));
+      const int index = static_cast<int>(i);
+      if (empty && (index == merging_ || index == merging_ + 1))
+        merging_ = -1;
+      else if (empty && index < merging_)
+        --merging_;
     }
     flushed_ -= std::clamp(flushed_ - first, 0, count);
   }
@@ -164,7 +171,8 @@ class Cache {
       const bool due =
           since_ + flushed >= options_.publish_interval ||
           (prompt && static_cast<long>(flushed) * options_.row_elements > options_.epoch_elements);
-      if (due && moved_) {
+      const bool waits = merging_ >= 0 && !prompt && !options_.rotate;
+      if (due && moved_ && !waits) {
         epochs_.push_back(working_);
         current_ = static_cast<int>(epochs_.size()) - 1;
         since_ = -flushed;  // the rows that an epoch is published for do not count towards the next
@@ -172,7 +180,7 @@ class Cache {
       }
     }
     since_ += flushed;
-    if (flushed > 0) open_segment();
+    if (flushed > 0) open_segment(prompt || options_.rotate);
     for (std::size_t head = 0; head < rows_.size(); ++head) {
       for (int position = begin; position < end && options_.compresses; ++position) {
         if (position < options_.sinks) continue;
@@ -241,15 +249,22 @@ class Cache {
       moved_ = true;
     }
   }
-  void open_segment() {
-    if (!segments_[0].empty() && segments_[0].back().epoch == current_) return;
+  void open_segment(bool at_once) {
+    const long most = at_once ? 1L << 40 : options_.merge_rows;
+    if (segments_[0].empty() || segments_[0].back().epoch != current_) {
+      if (at_once) advance_merge(most);
+      begin_segment();
+    }
+    advance_merge(most);
+  }
+  void begin_segment() {
     int first = 0;
     while (!options_.rotate && first < static_cast<int>(segments_[0].size()) &&
            segments_[0][static_cast<std::size_t>(first)].epoch == 0)
       ++first;
     const int count = static_cast<int>(segments_[0].size());
-    int merge = -1;
-    if (count - first + 1 > options_.max_epochs) {
+    int merge = merging_;
+    if (merge < 0 && count - first + 1 > options_.max_epochs) {
       merge = count - first >= 2 ? count - 2 : count - 1;
       for (int i = first; i + 1 < count; ++i) {
         if (segments_[0][static_cast<std::size_t>(i)].level ==
@@ -258,19 +273,30 @@ class Cache {
       }
     }
     for (auto& list : segments_) list.push_back({current_, 0, {}});
-    if (merge < 0) return;
+    merging_ = merge;
+  }
+  /// The last rows of the older segment, `most` a head, go to the front of the newer one.
+  void advance_merge(long most) {
+    if (merging_ < 0) return;
+    bool done = true;
     for (std::size_t head = 0; head < rows_.size(); ++head) {
-      auto& list = segments_[head];
-      Segment& older = list[static_cast<std::size_t>(merge)];
-      Segment& newer = list[static_cast<std::size_t>(merge + 1)];
-      for (const int position : older.positions)
-        project(rows_[head][static_cast<std::size_t>(position)],
+      Segment& older = segments_[head][static_cast<std::size_t>(merging_)];
+      Segment& newer = segments_[head][static_cast<std::size_t>(merging_ + 1)];
+      for (long moved = 0; moved < most && !older.positions.empty(); ++moved) {
+        project(rows_[head][static_cast<std::size_t>(older.positions.back())],
                 epochs_[static_cast<std::size_t>(newer.epoch)][head]);
-      newer.positions.insert(newer.positions.begin(), older.positions.begin(),
-                             older.positions.end());
-      newer.level = std::max(newer.level, older.level) + 1;
-      list.erase(list.begin() + merge);
+        newer.positions.insert(newer.positions.begin(), older.positions.back());
+        older.positions.pop_back();
+      }
+      done = done && older.positions.empty();
     }
+    if (!done) return;
+    for (auto& list : segments_) {
+      Segment& newer = list[static_cast<std::size_t>(merging_ + 1)];
+      newer.level = std::max(newer.level, list[static_cast<std::size_t>(merging_)].level) + 1;
+      list.erase(list.begin() + merging_);
+    }
+    merging_ = -1;
   }
 
   Options options_;
@@ -282,6 +308,7 @@ class Cache {
   long in_chunk_ = 0;
   int flushed_ = 0;
   int current_ = 0;
+  int merging_ = -1;  // the segment whose rows move to the next one
   long since_ = 0;
   bool moved_ = false;
 };

@@ -46,6 +46,11 @@ struct CacheConfig {
   std::int64_t prefill_chunk = 0;     ///< tokens; default: the whole prompt is one chunk
   float softmax_scale = 0.0F;         ///< default: 1 / sqrt(head_dim)
   std::int64_t publish_interval = 0;  ///< rows between two epochs of a sequence; default: 4 x rank
+  /// KeepEpochs: most rows per KV head that a flush of decoded rows re-projects to merge two
+  /// epochs. The next epoch is published when the merge is done. Default: 16 flush_interval, at
+  /// least 512. Where the Cuda backend lets the device manage epochs, a merge is done at once, and
+  /// this is 0.
+  std::int64_t merge_rows = 0;
   /// Raise ValueError for NaN, Inf and values that full_type cannot hold. If false, such a V row
   /// may also reach earlier queries of its call. Coefficients of rows with a very large norm
   /// saturate in f16 either way; a coefficient is at most the row's norm.
@@ -58,6 +63,12 @@ struct CacheConfig {
   int max_query_tokens = 1;
   int num_threads = 1;  ///< Cpu backend: threads of the cache's own pool, unless one is passed in
 
+  /// @brief The merge_rows that are used: no more than a list can have.
+  std::int64_t most_merge_rows() const {
+    const std::int64_t most = merge_rows > 0 ? merge_rows : 16 * std::int64_t{flush_interval};
+    if (most > std::int64_t{1} << 31) return std::int64_t{1} << 31;
+    return merge_rows == 0 && most < 512 ? 512 : most;
+  }
   /// @brief The softmax scale that is used.
   float scale() const {
     return softmax_scale != 0.0F ? softmax_scale
@@ -93,6 +104,8 @@ inline void validate(const CacheConfig& config) {
     fail<CapacityError>("prefill_chunk: at least 0, given ", config.prefill_chunk);
   if (config.publish_interval < 0)
     fail<CapacityError>("publish_interval: at least 0, given ", config.publish_interval);
+  if (config.merge_rows < 0)
+    fail<CapacityError>("merge_rows: at least 0, given ", config.merge_rows);
   if (!(std::isfinite(config.softmax_scale) && config.softmax_scale >= 0.0F)) {
     fail<ValueError>("softmax_scale: finite and at least 0, given ", config.softmax_scale);
   }

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -83,12 +84,14 @@ class PageAllocator {
   /// @brief One more sequence reads this page.
   void share(std::int32_t page) {
     const std::lock_guard lock(mutex_);
-    ++references_[static_cast<std::size_t>(page)];
+    if (++references_[static_cast<std::size_t>(page)] == 2) ++shared_;
   }
   /// @brief One sequence fewer reads this page. The last release frees it.
   void release(std::int32_t page) noexcept {
     const std::lock_guard lock(mutex_);
-    if (--references_[static_cast<std::size_t>(page)] != 0) return;
+    const std::int32_t left = --references_[static_cast<std::size_t>(page)];
+    if (left == 1) --shared_;
+    if (left != 0) return;
     if (source_ != nullptr && static_cast<std::int64_t>(free_.size()) >= held_) {
       source_->release(page);
       return;
@@ -100,6 +103,11 @@ class PageAllocator {
   int references(std::int32_t page) const { return references_[static_cast<std::size_t>(page)]; }
   /// @brief True when a write would be seen by another sequence.
   bool shared(std::int32_t page) const { return references(page) > 1; }
+  /// @brief Whether any page is shared. If none is, no write takes a page.
+  bool shares_any() const {
+    const std::lock_guard lock(mutex_);
+    return shared_ > 0;
+  }
 
  private:
   friend class HeldPages;
@@ -126,32 +134,39 @@ class PageAllocator {
   static constexpr std::int32_t kHeld = -1;  ///< in place of the references of a held page
   std::vector<std::int32_t> references_;
   std::vector<std::int32_t> free_;  ///< with a source: pages that HeldPages has taken from it
+  std::int64_t shared_ = 0;         ///< pages of several sequences
   std::int64_t held_ = 0;           ///< as many free pages as take() must hand out without failing
+  struct Holder {
+    std::thread::id thread;
+    std::int64_t count;
+  };
+  std::vector<Holder> holders_;  ///< whose the held pages are: an entry a thread
   std::shared_ptr<PageSource> source_;
 };
 
 /// @brief While it lives, the next `count` calls of take() cannot fail: an engine's source has
-/// handed out their pages already. Pages that are left go back to it. A nested one shares the pages
-/// of the outer one.
+/// handed out their pages already. Pages that are left go back to it. A nested one of the same
+/// thread shares the pages of the outer one; those of other threads hold pages of their own.
 class HeldPages {
  public:
   /// @throws CapacityError if fewer are free; whatever the source throws, and then none is taken
-  HeldPages(PageAllocator& allocator, std::int64_t count)
-      : allocator_(allocator), before_(allocator.held_) {
+  HeldPages(PageAllocator& allocator, std::int64_t count) : allocator_(allocator) {
     const std::lock_guard lock(allocator.mutex_);
     allocator.require_locked(count);
     if (allocator.source_ == nullptr) return;
+    before_ = own_count();
+    const std::int64_t needed = allocator.held_ - before_ + count;  // those of other threads, too
     struct Undo {
       HeldPages* pages;
       ~Undo() {
         if (pages != nullptr) pages->give_back();
       }
     } undo{this};
-    allocator.free_.reserve(static_cast<std::size_t>(count));
-    while (static_cast<std::int64_t>(allocator.free_.size()) < count) allocator.take_from_source();
+    allocator.free_.reserve(static_cast<std::size_t>(needed));
+    while (static_cast<std::int64_t>(allocator.free_.size()) < needed) allocator.take_from_source();
     std::reverse(allocator.free_.begin(),
                  allocator.free_.end());  // take() keeps the source's order
-    allocator.held_ = (std::max)(before_, count);
+    set_own_count((std::max)(before_, count));
     undo.pages = nullptr;
   }
   HeldPages(const HeldPages&) = delete;
@@ -162,18 +177,43 @@ class HeldPages {
   }
 
  private:
-  void give_back() noexcept {  // the mutex is locked
-    allocator_.held_ = before_;
+  // The mutex is locked in these.
+  void give_back() noexcept {
     if (allocator_.source_ == nullptr) return;
-    while (static_cast<std::int64_t>(allocator_.free_.size()) > before_) {
+    set_own_count(before_);
+    while (static_cast<std::int64_t>(allocator_.free_.size()) > allocator_.held_) {
       const std::int32_t page = allocator_.free_.back();
       allocator_.free_.pop_back();
       allocator_.references_[static_cast<std::size_t>(page)] = 0;
       allocator_.source_->release(page);
     }
   }
+  auto own_entry() const noexcept {
+    const std::thread::id self = std::this_thread::get_id();
+    return std::find_if(allocator_.holders_.begin(), allocator_.holders_.end(),
+                        [self](const auto& holder) { return holder.thread == self; });
+  }
+  /// What this thread holds: by the objects around this one.
+  std::int64_t own_count() const noexcept {
+    const auto entry = own_entry();
+    return entry == allocator_.holders_.end() ? 0 : entry->count;
+  }
+  /// Does not allocate, and does not throw, unless it is the thread's first.
+  void set_own_count(std::int64_t count) {
+    const auto entry = own_entry();
+    const std::int64_t more = count - own_count();
+    if (entry == allocator_.holders_.end()) {
+      if (count != 0) allocator_.holders_.push_back({std::this_thread::get_id(), count});
+    } else if (count != 0) {
+      entry->count = count;
+    } else {
+      *entry = allocator_.holders_.back();
+      allocator_.holders_.pop_back();
+    }
+    allocator_.held_ += more;
+  }
   PageAllocator& allocator_;
-  std::int64_t before_;
+  std::int64_t before_ = 0;
 };
 
 /// @brief Pages taken in advance for an operation. The destructor releases the pages that were not

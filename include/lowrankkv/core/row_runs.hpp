@@ -7,8 +7,10 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <utility>
 #include <vector>
 
+#include "lowrankkv/core/byte_stream.hpp"
 #include "lowrankkv/core/descriptors.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -25,6 +27,7 @@ struct RowRun {
   std::int32_t first_position = 0;
   std::int32_t first_row = 0;
   RowState state = RowState::full;
+  friend bool operator==(const RowRun&, const RowRun&) = default;
 };
 
 /// @brief The positions of one head, in order. A state's list holds rows in the order of their
@@ -82,26 +85,65 @@ class RowRuns {
     end_ = static_cast<std::int32_t>(length);
   }
   /// @brief Removes `count` positions from `first` on, all of which are covered. Later positions
-  /// move down to close the gap. Cost: O(positions)
+  /// move down to close the gap. Cost: O(runs)
   void remove(std::int64_t first, std::int64_t count) {
-    std::vector<RowState> left = states();
-    left.erase(left.begin() + static_cast<std::ptrdiff_t>(first),
-               left.begin() + static_cast<std::ptrdiff_t>(first + count));
-    assign(left);
+    RowRuns left;
+    left.runs_.reserve(runs_.size());
+    for (std::size_t run = 0; run < runs_.size(); ++run) {
+      const std::int64_t begin = runs_[run].first_position, end = end_of(run);
+      const std::int64_t below = (std::min)(end, first) - begin;
+      const std::int64_t above = end - (std::max)(begin, first + count);
+      left.append(runs_[run].state, static_cast<std::int32_t>((std::max)(below, std::int64_t{0}) +
+                                                              (std::max)(above, std::int64_t{0})));
+    }
+    *this = std::move(left);
   }
-  /// @brief Replaces the states of all positions; rows are renumbered. `states` holds one state per
-  /// position.
-  void assign(std::span<const RowState> states) {
-    *this = {};
-    for (const RowState state : states) append(state, 1);
+
+  /// @brief Writes the number of runs (u64), then (length * 4 + state) of each run, seven bits a
+  /// byte, the lowest first; all bytes of a number but its last have their highest bit set. At most
+  /// a byte a position.
+  void write(ByteWriter& out) const {
+    out.value(static_cast<std::uint64_t>(runs_.size()));
+    for (std::size_t run = 0; run < runs_.size(); ++run) {
+      auto number = static_cast<std::uint64_t>(end_of(run) - runs_[run].first_position) * 4 +
+                    static_cast<std::uint64_t>(runs_[run].state);
+      for (; number >= 128; number /= 128) out.value(static_cast<std::uint8_t>(number % 128 + 128));
+      out.value(static_cast<std::uint8_t>(number));
+    }
   }
-  /// @brief The states of all positions.
-  std::vector<RowState> states() const {
-    std::vector<RowState> all(static_cast<std::size_t>(end_));
-    for (std::size_t run = 0; run < runs_.size(); ++run)
-      std::fill(all.begin() + runs_[run].first_position, all.begin() + end_of(run),
-                runs_[run].state);
+  /// @brief Reads what write() wrote. @throws FormatError for a state that there is not, for runs
+  /// that are empty, unjoined or longer than `most` positions in all, and at the end of the bytes
+  static RowRuns read(ByteReader& in, std::int64_t most) {
+    RowRuns all;
+    const auto count = in.value<std::uint64_t>();
+    for (std::uint64_t run = 0; run < count; ++run) {
+      std::uint64_t number = 0;
+      for (int shift = 0;; shift += 7) {
+        const auto byte = in.value<std::uint8_t>();
+        if (shift == 28 && byte > 31)  // lengths have at most 31 bits, states 2
+          detail::fail<FormatError>("saved state: run ", run, " of a head has byte ", int{byte},
+                                    " as its fifth, at most 31 expected");
+        number += static_cast<std::uint64_t>(byte % 128) << shift;
+        if (byte < 128) break;
+      }
+      const auto length = static_cast<std::int64_t>(number / 4);
+      const auto state = static_cast<RowState>(number % 4);
+      if (state > RowState::dropped)
+        detail::fail<FormatError>("saved state: row state ", number % 4, ", at most 2");
+      if (length < 1 || length > most - all.end_)
+        detail::fail<FormatError>("saved state: run ", run, " of a head has ", length,
+                                  " positions, 1 to ", most - all.end_, " expected");
+      if (!all.runs_.empty() && all.runs_.back().state == state)
+        detail::fail<FormatError>("saved state: runs ", run - 1, " and ", run,
+                                  " of a head are of "
+                                  "one state, ",
+                                  number % 4);
+      all.append(state, static_cast<std::int32_t>(length));
+    }
     return all;
+  }
+  friend bool operator==(const RowRuns& a, const RowRuns& b) {
+    return a.end_ == b.end_ && a.runs_ == b.runs_;
   }
 
  private:

@@ -14,7 +14,7 @@ struct CacheStatistics {
   std::int64_t publications = 0;  ///< epochs published by sequences
   /// Rows that were not finite, and updates whose basis was not finite and orthonormal.
   std::int64_t rejected_updates = 0;
-  std::int64_t merges = 0;             ///< pairs of segments merged
+  std::int64_t merges = 0;             ///< pairs of segments merged, each to its end
   std::int64_t rows_reprojected = 0;   ///< rows (per KV head) rewritten by merges
   std::int64_t bytes_reprojected = 0;  ///< coefficient bytes read and written by merges
 };

@@ -215,14 +215,26 @@ void adapt_head(State& state, int slot, int head, FlushedRows& rows, RowRange ra
   }
 }
 
+/// @brief Whether a working basis of the sequence differs from its epoch's.
+template <class Sequence>
+bool has_moved(const Sequence& sequence) {
+  for (const auto& adaptation : sequence.adaptation) {
+    if (!adaptation.key_basis.empty() || !adaptation.value_basis.empty()) return true;
+  }
+  return false;
+}
+
 /// @brief Whether to publish before `rows` rows are written: they alone outweigh an epoch's bytes
 /// (a prompt), or enough rows were written since the last publication (decoding). Updaters with
-/// `publishes` publish whenever a basis moved.
+/// `publishes` publish whenever a basis moved. While decoding, a publication waits until the merge
+/// that the last one began is done; what it waits for keeps it due.
 template <class State>
 bool publication_due(const State& state, int slot, std::int64_t rows, bool moved, Phase phase) {
   if (!State::UpdaterImpl::adapts || rows == 0) return false;
-  if (publishes_updates<typename State::UpdaterPolicy, Cpu>()) return moved;
-  const std::int64_t since = state.sequence(slot).rows_since_publication + rows;
+  const auto& sequence = state.sequence(slot);
+  if (!merges_at_once<State>(phase) && sequence.merging >= 0) return false;
+  if (publishes_updates<typename State::UpdaterPolicy, Cpu>()) return moved || has_moved(sequence);
+  const std::int64_t since = sequence.rows_since_publication + rows;
   if (since >= state.publish_interval()) return true;
   return phase == Phase::prefill && state.compressed_bytes(rows) > state.epochs.bytes(0);
 }
@@ -269,10 +281,7 @@ HeadBasis maps_to_publish(const State& state, int slot, int head, const FlushedR
 template <class State>
 bool publish(State& state, int slot, const std::vector<FlushedRows>& rows, RowRange range) {
   auto& sequence = state.sequence(slot);
-  bool moved = false;
-  for (const auto& adaptation : sequence.adaptation)
-    moved = moved || !adaptation.key_basis.empty() || !adaptation.value_basis.empty();
-  if (!moved) return false;
+  if (!has_moved(sequence)) return false;
   std::vector<HeadBasis> maps;
   for (int head = 0; head < state.num_kv_heads(); ++head)
     maps.push_back(

@@ -318,7 +318,7 @@ void compress_range(State& state, int slot, std::vector<FlushedRows>& rows, RowR
     compressed = most_compressed();
     check_bounds(state, slot, rows, phase);
   }
-  if (compressed > 0) open_segment(state, slot);
+  if (compressed > 0) open_segment(state, slot, phase);
   std::vector<HeadRows> before;
   for (int head = 0; head < state.num_kv_heads(); ++head)
     before.push_back(list_rows(state, slot, head, rows[static_cast<std::size_t>(head)], range));

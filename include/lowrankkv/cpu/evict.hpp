@@ -41,7 +41,8 @@ void retain_rows(State& state, int slot, int head, RowState kind, const std::vec
 
 }  // namespace detail
 
-/// @brief Removes segments that have no row left in any head, and releases their epochs.
+/// @brief Removes segments that have no row left in any head, and releases their epochs. A merge of
+/// such a segment is over.
 template <class State>
 void drop_empty_segments(State& state, int slot) {
   SequenceLengths& lengths = state.table.lengths(slot);
@@ -55,6 +56,12 @@ void drop_empty_segments(State& state, int slot) {
     for (int head = 0; head < state.num_kv_heads(); ++head)
       std::copy(at(head) + 1, state.used_segments(slot, head).end(), at(head));
     --lengths.num_segments;
+    std::int32_t& merging = state.sequence(slot).merging;
+    if (index == merging || index == merging + 1) {
+      merging = -1;
+    } else if (index < merging) {
+      --merging;
+    }
   }
 }
 
@@ -63,26 +70,36 @@ void drop_empty_segments(State& state, int slot) {
 /// @param first  first head of the group
 /// @param rows   the flushed rows
 ///
-/// Cost: O(stored rows), and a copy of the codes behind the first dropped row.
+/// Cost: O(stored rows + runs of positions), and a copy of the codes behind the first dropped row.
 template <class State>
 void evict_rows(State& state, int slot, int first, FlushedRows& rows, Phase phase) {
   const int end = first + state.heads_per_group();
-  // The same for all heads of the group.
-  std::vector<RowState> states = state.runs(slot, first).states();
-  std::vector<StoredRow> stored;
-  for (std::size_t position = 0; position < states.size(); ++position) {
-    if (states[position] == RowState::dropped) continue;
-    const RowPlace place = state.runs(slot, first).find(static_cast<std::int64_t>(position));
-    StoredRow row;
-    for (int head = first; head < end; ++head)
-      row.accumulated +=
-          state.accumulated(slot, head).of(place.state)[static_cast<std::size_t>(place.row)];
-    if constexpr (requires { State::TokenImpl::pinned(state.token_policy, std::int64_t{}); }) {
-      row.pinned =
-          State::TokenImpl::pinned(state.token_policy, static_cast<std::int64_t>(position));
+  const RowRuns& runs = state.runs(slot, first);  // the same for all heads of the group
+  // Calls use(state, position, row) for every stored row, and skip(count) for dropped positions.
+  const auto for_each_row = [&runs](auto&& use, auto&& skip) {
+    for (std::size_t index = 0; index < runs.runs().size(); ++index) {
+      const RowRun& run = runs.runs()[index];
+      const std::int32_t length = runs.end_of(index) - run.first_position;
+      if (run.state == RowState::dropped) {
+        skip(length);
+        continue;
+      }
+      for (std::int32_t at = 0; at < length; ++at)
+        use(run.state, std::int64_t{run.first_position} + at,
+            static_cast<std::size_t>(run.first_row + at));
     }
-    stored.push_back(row);
-  }
+  };
+  std::vector<StoredRow> stored;
+  for_each_row(
+      [&](RowState kind, [[maybe_unused]] std::int64_t position, std::size_t at) {
+        StoredRow row;
+        for (int head = first; head < end; ++head)
+          row.accumulated += state.accumulated(slot, head).of(kind)[at];
+        if constexpr (requires { State::TokenImpl::pinned(state.token_policy, std::int64_t{}); })
+          row.pinned = State::TokenImpl::pinned(state.token_policy, position);
+        stored.push_back(row);
+      },
+      [](std::int32_t) {});
   std::vector<float> flushed(static_cast<std::size_t>(rows.count), 0.0F);
   for (int head = first; head < end; ++head) {
     for (std::size_t row = 0; row < flushed.size(); ++row)
@@ -93,18 +110,20 @@ void evict_rows(State& state, int slot, int first, FlushedRows& rows, Phase phas
   State::TokenImpl::evict(state.token_policy, batch, stored, rows.fates);
 
   std::vector<bool> keep_full, keep_compressed;
+  RowRuns left;
   std::size_t next = 0;
   bool any = false;
-  for (RowState& kind : states) {
-    if (kind == RowState::dropped) continue;
-    const bool gone = stored[next++].gone;
-    (kind == RowState::full ? keep_full : keep_compressed).push_back(!gone);
-    if (gone) kind = RowState::dropped;
-    any = any || gone;
-  }
+  for_each_row(
+      [&](RowState kind, std::int64_t, std::size_t) {
+        const bool gone = stored[next++].gone;
+        (kind == RowState::full ? keep_full : keep_compressed).push_back(!gone);
+        left.append(gone ? RowState::dropped : kind, 1);
+        any = any || gone;
+      },
+      [&](std::int32_t count) { left.append(RowState::dropped, count); });
   if (!any) return;
   for (int head = first; head < end; ++head) {
-    state.runs(slot, head).assign(states);
+    state.runs(slot, head) = left;
     detail::retain_rows(state, slot, head, RowState::full, keep_full);
     detail::retain_rows(state, slot, head, RowState::compressed, keep_compressed);
   }

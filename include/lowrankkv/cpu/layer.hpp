@@ -113,7 +113,7 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
     this->threads =
         workers ? std::move(workers) : std::make_shared<ThreadPool>(settings.num_threads);
     const int heads = settings.shape.num_kv_heads;
-    // Room for the calibrated segment, and for a segment that is about to be merged away.
+    // Room for the calibrated segment, and for the one more of a merge in progress.
     this->table = DescriptorTable(
         settings.max_sequences, State::TokenImpl::compresses ? this->num_lists() : heads,
         layout.max_full_pages, layout.max_compressed_pages, EpochPolicy::max_epochs + 2);

@@ -88,6 +88,8 @@ struct SequenceState {
   bool used = false;
   std::int32_t epoch = 0;  ///< epoch under which new rows are written
   std::int64_t rows_since_publication = 0;
+  /// Index of the segment whose rows a merge is moving to its successor, from its end on; -1: none.
+  std::int32_t merging = -1;
   bool prompt_open = false;                              ///< the prompt goes on in a later call
   std::vector<HeadAdaptation<UpdaterState>> adaptation;  ///< per KV head
   std::vector<RowRuns> runs;             ///< per KV head: the positions that have left the tail

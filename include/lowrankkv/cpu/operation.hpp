@@ -16,14 +16,13 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
-/// @brief A sequence as it was before an operation, without the contents of its pages.
+/// @brief A sequence as it was before an operation, without its pages (PageUndo has them).
 template <class Sequence>
 struct SlotBackup {
   int slot = 0;
   SequenceLengths lengths;
   std::vector<HeadRows> rows;               ///< per list
   std::vector<Segment> segments;            ///< per KV head, those in use
-  std::vector<std::int32_t> pages;          ///< per list: its full pages, its compressed pages
   typename Sequence::State state;           ///< everything but the prompt chunk
   std::vector<std::byte> tail;              ///< all rows
   std::int64_t chunk_rows = 0;              ///< of the prompt chunk
@@ -42,7 +41,8 @@ struct LayerBackup {
 /// @brief An operation that changes sequences of a layer. Unless commit() is called, the destructor
 /// restores the layer: whatever throws in between, the layer is as it was.
 ///
-/// Cost: pages that are written are copied once, the tail and the descriptors of each sequence too.
+/// Cost: pages that are written are copied once; the tail, the segments and the tables of positions
+/// of each sequence too.
 template <class Layer>
 class Operation {
  public:
@@ -63,11 +63,8 @@ class Operation {
     SlotBackup<typename Layer::Sequence> saved;
     saved.slot = slot;
     saved.lengths = table.lengths(slot);
-    for_each_list(slot, [&](int list, auto full_pages, auto compressed_pages) {
+    for (int list = 0; list < table.num_lists(); ++list)
       saved.rows.push_back(table.rows(slot, list));
-      saved.pages.insert(saved.pages.end(), full_pages.begin(), full_pages.end());
-      saved.pages.insert(saved.pages.end(), compressed_pages.begin(), compressed_pages.end());
-    });
     for (int head = 0; head < layer_->num_kv_heads(); ++head) {
       const auto segments = std::as_const(*layer_).used_segments(slot, head);
       saved.segments.insert(saved.segments.end(), segments.begin(), segments.end());
@@ -95,20 +92,6 @@ class Operation {
   }
 
  private:
-  /// Calls use(list, its full pages, its compressed pages) for all lists of a slot.
-  template <class Use>
-  void for_each_list(int slot, Use&& use) const {
-    Layer& layer = *layer_;
-    for (int list = 0; list < layer.table.num_lists(); ++list) {
-      const auto pages = [&](RowList kind, std::int32_t count) {
-        return layer.table.pages(kind, slot, list).first(static_cast<std::size_t>(count));
-      };
-      const bool head = list < layer.num_kv_heads();
-      use(list, pages(RowList::full, head ? layer.full.num_pages(slot, list) : 0),
-          pages(RowList::compressed,
-                Layer::TokenImpl::compresses ? layer.compressed.num_pages(slot, list) : 0));
-    }
-  }
   void undo() noexcept {
     Layer& layer = *layer_;
     layer.changes.undo();
@@ -124,11 +107,6 @@ class Operation {
     layer.table.lengths(slot) = saved.lengths;
     for (int list = 0; list < layer.table.num_lists(); ++list)
       layer.table.rows(slot, list) = saved.rows[static_cast<std::size_t>(list)];
-    auto page = saved.pages.begin();
-    for_each_list(slot, [&](int, auto full_pages, auto compressed_pages) {
-      for (std::int32_t& number : full_pages) number = *page++;
-      for (std::int32_t& number : compressed_pages) number = *page++;
-    });
     auto segment = saved.segments.begin();
     for (int head = 0; head < layer.num_kv_heads(); ++head) {
       for (Segment& target : layer.used_segments(slot, head)) target = *segment++;

@@ -61,6 +61,11 @@ class PageUndo {
     from.pop_back();
     return page;
   }
+  /// @brief Sets an entry of a page table to take().
+  void take_into(std::int32_t& entry) {
+    entries_.push_back({&entry, entry});
+    entry = take();
+  }
   /// @brief One sequence fewer reads `page`.
   void release(std::int32_t page) {
     if (pool_->allocator().shared(page)) {
@@ -72,17 +77,17 @@ class PageUndo {
       released_.push_back(page);
     }
   }
-  /// @brief The page to write instead of `page`: itself, or a private copy if other sequences share
-  /// it.
-  std::int32_t writable(std::int32_t page) {
+  /// @brief Call before the page of an entry of a page table is written. If other sequences share
+  /// it, the entry gets a private copy.
+  void make_writable(std::int32_t& entry) {
+    const std::int32_t page = entry;
     if (!pool_->allocator().shared(page)) {
       if (fresh_.find(page) == fresh_.end()) back_up(page);
-      return page;
+      return;
     }
-    const std::int32_t copy = take();
-    std::memcpy(pool_->page(copy), pool_->page(page), pool_->page_bytes());
+    take_into(entry);
+    std::memcpy(pool_->page(entry), pool_->page(page), pool_->page_bytes());
     release(page);
-    return copy;
   }
 
   /// @brief Keeps all changes, and returns pages that are no longer used.
@@ -90,8 +95,10 @@ class PageUndo {
     for (const std::int32_t page : released_) pool_->allocator().release(page);
     finish();
   }
-  /// @brief Restores contents and sharing of all pages. The caller restores the page tables.
+  /// @brief Restores contents and sharing of all pages, and the page tables.
   void undo() noexcept {
+    for (auto entry = entries_.rbegin(); entry != entries_.rend(); ++entry)
+      *entry->entry = entry->before;
     for (const Backup& backup : backups_)
       std::memcpy(pool_->page(backup.page), backup.bytes.get(), pool_->page_bytes());
     for (const std::int32_t page : unshared_) pool_->allocator().share(page);
@@ -103,6 +110,10 @@ class PageUndo {
   struct Backup {
     std::int32_t page;
     std::unique_ptr<std::byte[]> bytes;
+  };
+  struct Entry {
+    std::int32_t* entry;
+    std::int32_t before;
   };
   void back_up(std::int32_t page) {
     if (!backed_up_.insert(page).second) return;
@@ -117,6 +128,7 @@ class PageUndo {
     released_.clear();
     unshared_.clear();
     backed_up_.clear();
+    entries_.clear();
     backups_.clear();
   }
 
@@ -127,6 +139,7 @@ class PageUndo {
   std::vector<std::int32_t> unshared_;          ///< one reference was dropped
   std::unordered_set<std::int32_t> backed_up_;  ///< pages of backups_
   std::vector<Backup> backups_;
+  std::vector<Entry> entries_;  ///< changed entries of page tables, in order
 };
 
 }  // namespace cpu

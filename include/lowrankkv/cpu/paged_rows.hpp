@@ -118,6 +118,7 @@ class PagedRows {
     check_room(slot, head, count);
     const std::int32_t rows = size(slot, head);
     demand.add_new(pages_for(head, rows + count) - pages_for(head, rows));
+    if (!pool_->allocator().shares_any()) return;
     const auto pages = table_->pages(list_, slot, head);
     for (std::int32_t page = first / layout(head).rows_per_page; page < num_pages(slot, head);
          ++page)
@@ -134,7 +135,7 @@ class PagedRows {
     auto pages = table_->pages(list_, slot, head);
     if (rows % layout(head).rows_per_page != 0) make_writable(slot, head, rows - 1, 1);
     for (std::int32_t page = have; page < pages_for(head, rows + count); ++page) {
-      pages[static_cast<std::size_t>(page)] = changes_->take();
+      changes_->take_into(pages[static_cast<std::size_t>(page)]);
     }
     set_size(slot, head, rows + count);
   }
@@ -142,8 +143,7 @@ class PagedRows {
   void make_writable(int slot, int head, std::int32_t first, std::int32_t count) {
     auto pages = table_->pages(list_, slot, head);
     for_each_page(head, first, count, [&](std::int32_t page, int, int, std::int32_t) {
-      std::int32_t& number = pages[static_cast<std::size_t>(page)];
-      number = changes_->writable(number);
+      changes_->make_writable(pages[static_cast<std::size_t>(page)]);
     });
   }
 
@@ -199,7 +199,7 @@ class PagedRows {
       if (!keep[static_cast<std::size_t>(row)]) continue;
       if (kept != row) {
         std::int32_t& number = pages[static_cast<std::size_t>(kept / rows.rows_per_page)];
-        number = changes_->writable(number);
+        changes_->make_writable(number);
         const std::byte* from =
             pool_->page(pages[static_cast<std::size_t>(row / rows.rows_per_page)]);
         std::byte* to = pool_->page(number);

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -18,7 +19,9 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
 
 /// @brief The first bytes of a saved sequence. The last digit is the version.
-inline constexpr std::string_view kSavedMagic = "LRKVSEQ3";
+inline constexpr std::string_view kSavedMagic = "LRKVSEQ4";
+/// @brief An older version, which is still read: it has a byte a position instead of runs.
+inline constexpr std::string_view kSavedMagic3 = "LRKVSEQ3";
 
 namespace detail {
 
@@ -84,10 +87,20 @@ std::size_t save_sequence(const State& state, int slot, std::span<std::byte> buf
                      [&](ByteWriter& out) { write_sequence(state, slot, out); });
 }
 
-/// @brief Opens the frame of a saved sequence. @throws as open_framed()
+/// @brief A saved sequence whose frame is opened: a reader of its contents, and their version.
+struct OpenedSequence {
+  ByteReader in;
+  int version = 4;
+};
+
+/// @brief Opens the frame of a saved sequence of this version or of version 3. @throws as
+/// open_framed()
 template <class State>
-ByteReader open_saved(const State& state, std::span<const std::byte> buffer) {
-  return open_framed(kSavedMagic, detail::describe_layer(state), buffer);
+OpenedSequence open_saved(const State& state, std::span<const std::byte> buffer) {
+  const bool third = buffer.size() >= kSavedMagic3.size() &&
+                     std::memcmp(buffer.data(), kSavedMagic3.data(), kSavedMagic3.size()) == 0;
+  return {open_framed(third ? kSavedMagic3 : kSavedMagic, detail::describe_layer(state), buffer),
+          third ? 3 : 4};
 }
 
 }  // namespace cpu

@@ -5,11 +5,13 @@
 /// An older segment is merged into the next one by C' = (C query_down_old^T + mean_old - mean_new)
 /// key_down_new for keys, and C' = (C output_up_old + mean_old - mean_new) value_down_new for
 /// values, through the r x r product of the two maps. A decoded row loses its part outside the
-/// newer basis, plus one rounding to the stored type.
+/// newer basis, plus one rounding to the stored type. Rows move from the end of the older segment
+/// to the front of the newer one, as many a flush as CacheConfig::merge_rows says.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 #include "lowrankkv/cpu/layer_state.hpp"
@@ -153,84 +155,141 @@ class MoveLosses {
 
 }  // namespace detail
 
-/// @brief Re-projects segment `index` onto the epoch of its successor, and joins the two. The
-/// caller has checked the pages.
+namespace detail {
+
+/// Re-projects rows [first, first + count) of one head from the maps of one epoch onto those of
+/// another. Their pages are the sequence's own.
 template <class State>
-void merge_segment(State& state, int slot, int index) {
+void reproject_rows(State& state, int slot, int head, const EpochHead& old_maps,
+                    const EpochHead& new_maps, std::int32_t first, std::int32_t count) {
+  const Transition keys = make_transition(old_maps, new_maps, Part::key, state.head_dim());
+  const Transition values = make_transition(old_maps, new_maps, Part::value, state.head_dim());
+  std::vector<float> coefficients(static_cast<std::size_t>(kTile) *
+                                  static_cast<std::size_t>((std::max)(keys.stride, values.stride)));
+  std::vector<float> new_keys(static_cast<std::size_t>(kTile) *
+                              static_cast<std::size_t>(keys.stride));
+  std::vector<float> new_values(static_cast<std::size_t>(kTile) *
+                                static_cast<std::size_t>(values.stride));
+  const auto project = [&](const Transition& map, Part part, std::int32_t row, std::int32_t rows,
+                           std::vector<float>& out) {
+    load_coefficients(state.compressed, slot, head, part, row, rows, coefficients.data(),
+                      map.stride);
+    for (std::int32_t i = 0; i < rows; ++i)
+      std::copy(map.shift.begin(), map.shift.end(), out.begin() + i * map.stride);
+    matmul<true>(rows, map.stride, map.rank, coefficients.data(), map.stride, map.matrix.data(),
+                 map.stride, out.data(), map.stride);
+  };
+  MoveLosses<State> losses(state, slot, head);
+  for (std::int32_t done = 0; done < count; done += kTile) {
+    const std::int32_t row = first + done;
+    const std::int32_t rows = (std::min)(kTile, count - done);
+    losses.before(old_maps, row, rows);
+    project(keys, Part::key, row, rows, new_keys);
+    project(values, Part::value, row, rows, new_values);
+    state.compressed.overwrite(slot, head, row, rows, new_keys.data(), keys.stride,
+                               new_values.data(), values.stride);
+    losses.after(new_maps, row, rows);
+  }
+}
+
+}  // namespace detail
+
+/// @brief Goes on with the merge in progress, if there is one: re-projects the last rows of its
+/// older segment onto the epoch of the successor, and moves the border between the two segments
+/// before them. At most `most` per KV head: if heads have different numbers of rows, those within
+/// `most` rows of the last one of any head. When no head has a row left in the older one, the
+/// successor takes its place. The caller has checked the pages. Heads run in parallel.
+///
+/// Every row is always read with the maps that wrote it, so that a merge may stop at any row.
+/// Cost: O(r^2) per row, and O(head_dim r^2) per head for the product of the maps.
+template <class State>
+void advance_merge(State& state, int slot, std::int64_t most) {
   // Only an updater makes a second epoch, and joint values work only with the Static updater.
   if constexpr (State::joins) return;
-  const std::size_t older = static_cast<std::size_t>(index);
-  std::int32_t released = 0;
+  auto& sequence = state.sequence(slot);
+  if (sequence.merging < 0) return;
+  const auto older = static_cast<std::size_t>(sequence.merging);
+  std::int64_t end = 0;
+  for (int head = 0; head < state.num_kv_heads(); ++head) {
+    const Segment& from = state.used_segments(slot, head)[older];
+    if (from.num_rows > 0) end = (std::max)(end, from.first_row + std::int64_t{from.num_rows});
+  }
+  std::vector<std::int32_t> counts;
+  for (int head = 0; head < state.num_kv_heads(); ++head) {
+    const Segment& from = state.used_segments(slot, head)[older];
+    const std::int64_t behind = from.first_row + std::int64_t{from.num_rows} - (end - most);
+    const auto count =
+        static_cast<std::int32_t>(std::clamp(behind, std::int64_t{0}, std::int64_t{from.num_rows}));
+    counts.push_back(count);
+    state.compressed.make_writable(slot, head, from.first_row + from.num_rows - count, count);
+  }
+  state.threads->run(state.num_kv_heads(), [&](std::int64_t index, int) {
+    const int head = static_cast<int>(index);
+    const std::int32_t count = counts[static_cast<std::size_t>(head)];
+    Segment& from = state.used_segments(slot, head)[older];
+    Segment& into = state.used_segments(slot, head)[older + 1];
+    if (count == 0) return;
+    detail::reproject_rows(state, slot, head, state.epochs.head(from.epoch, head),
+                           state.epochs.head(into.epoch, head),
+                           from.first_row + from.num_rows - count, count);
+    from.num_rows -= count;
+    into.first_row -= count;
+    into.num_rows += count;
+  });
+  bool done = true;
+  for (int head = 0; head < state.num_kv_heads(); ++head) {
+    const std::int32_t count = counts[static_cast<std::size_t>(head)];
+    state.statistics.rows_reprojected += count;
+    state.statistics.bytes_reprojected +=
+        2 * static_cast<std::int64_t>(state.compressed.layout(head).bytes(count));
+    done = done && state.used_segments(slot, head)[older].num_rows == 0;
+  }
+  if (!done) return;
+  state.epochs.release(state.used_segments(slot, 0)[older].epoch);
   for (int head = 0; head < state.num_kv_heads(); ++head) {
     auto segments = state.used_segments(slot, head);
-    const Segment from = segments[older];
     Segment& into = segments[older + 1];
-    released = from.epoch;
-    const EpochHead& old_maps = state.epochs.head(from.epoch, head);
-    const EpochHead& new_maps = state.epochs.head(into.epoch, head);
-    const detail::Transition keys =
-        detail::make_transition(old_maps, new_maps, Part::key, state.head_dim());
-    const detail::Transition values =
-        detail::make_transition(old_maps, new_maps, Part::value, state.head_dim());
-    std::vector<float> coefficients(
-        static_cast<std::size_t>(kTile) *
-        static_cast<std::size_t>((std::max)(keys.stride, values.stride)));
-    std::vector<float> new_keys(static_cast<std::size_t>(kTile) *
-                                static_cast<std::size_t>(keys.stride));
-    std::vector<float> new_values(static_cast<std::size_t>(kTile) *
-                                  static_cast<std::size_t>(values.stride));
-    const auto project = [&](const detail::Transition& map, Part part, std::int32_t first,
-                             std::int32_t count, std::vector<float>& out) {
-      load_coefficients(state.compressed, slot, head, part, first, count, coefficients.data(),
-                        map.stride);
-      for (std::int32_t row = 0; row < count; ++row)
-        std::copy(map.shift.begin(), map.shift.end(), out.begin() + row * map.stride);
-      matmul<true>(count, map.stride, map.rank, coefficients.data(), map.stride, map.matrix.data(),
-                   map.stride, out.data(), map.stride);
-    };
-    state.compressed.make_writable(slot, head, from.first_row, from.num_rows);
-    detail::MoveLosses<State> losses(state, slot, head);
-    for (std::int32_t done = 0; done < from.num_rows; done += kTile) {
-      const std::int32_t first = from.first_row + done;
-      const std::int32_t count = (std::min)(kTile, from.num_rows - done);
-      losses.before(old_maps, first, count);
-      project(keys, Part::key, first, count, new_keys);
-      project(values, Part::value, first, count, new_values);
-      state.compressed.overwrite(slot, head, first, count, new_keys.data(), keys.stride,
-                                 new_values.data(), values.stride);
-      losses.after(new_maps, first, count);
-    }
-    into.first_row = from.first_row;
-    into.num_rows += from.num_rows;
-    into.level = (std::max)(into.level, from.level) + 1;
-    std::copy(segments.begin() + index + 1, segments.end(), segments.begin() + index);
-    state.statistics.rows_reprojected += from.num_rows;
-    state.statistics.bytes_reprojected +=
-        2 * static_cast<std::int64_t>(state.compressed.layout(head).bytes(from.num_rows));
+    into.level = (std::max)(into.level, segments[older].level) + 1;
+    std::copy(segments.begin() + sequence.merging + 1, segments.end(),
+              segments.begin() + sequence.merging);
   }
-  state.epochs.release(released);
   --state.table.lengths(slot).num_segments;
+  sequence.merging = -1;
   ++state.statistics.merges;
 }
 
-/// @brief Ensures that the last segment is under the sequence's current epoch: opens a segment if
-/// it is not, and merges old segments if there are too many.
+/// @brief Whether a merge is done in the call that begins it: with a prompt, and under RotateNow.
+/// Otherwise flushes do config.most_merge_rows() rows of it each.
 template <class State>
-void open_segment(State& state, int slot) {
+constexpr bool merges_at_once(Phase phase) {
+  return phase == Phase::prefill || State::Epochs::rotates_calibrated_rows;
+}
+
+/// @brief Ensures that the last segment is under the sequence's current epoch. If it is not, opens
+/// a segment, and begins a merge of old segments if there are now too many. Then goes on with the
+/// merge in progress.
+///
+/// With a merge in progress a sequence has one epoch more than KeepEpochs says; it publishes the
+/// next one when the merge is done (publication_due()).
+template <class State>
+void open_segment(State& state, int slot, Phase phase) {
+  constexpr std::int64_t all = (std::numeric_limits<std::int32_t>::max)();
   SequenceLengths& lengths = state.table.lengths(slot);
-  const std::int32_t epoch = state.sequence(slot).epoch;
-  if (lengths.num_segments > 0) {
-    const auto last = state.used_segments(slot, 0).back();
-    if (last.epoch == epoch) return;
+  auto& sequence = state.sequence(slot);
+  const bool at_once = merges_at_once<State>(phase);
+  if (lengths.num_segments == 0 || state.used_segments(slot, 0).back().epoch != sequence.epoch) {
+    if (at_once) advance_merge(state, slot, all);
+    // With a merge in progress, this segment takes the place of one that lost its last row.
+    const int merge = sequence.merging >= 0 ? sequence.merging : merge_for_new_segment(state, slot);
+    ++lengths.num_segments;
+    state.epochs.share(sequence.epoch);
+    for (int head = 0; head < state.num_kv_heads(); ++head) {
+      state.used_segments(slot, head).back() =
+          Segment{sequence.epoch, state.compressed.size(slot, head), 0, 0};
+    }
+    sequence.merging = merge;
   }
-  const int merge = merge_for_new_segment(state, slot);
-  ++lengths.num_segments;
-  state.epochs.share(epoch);
-  for (int head = 0; head < state.num_kv_heads(); ++head) {
-    state.used_segments(slot, head).back() =
-        Segment{epoch, state.compressed.size(slot, head), 0, 0};
-  }
-  if (merge >= 0) merge_segment(state, slot, merge);
+  advance_merge(state, slot, at_once ? all : state.config.most_merge_rows());
 }
 
 }  // namespace cpu

@@ -150,6 +150,8 @@ void truncate_stored(State& state, int slot, std::int64_t length) noexcept {
     state.epochs.release(state.used_segments(slot, 0).back().epoch);
     --lengths.num_segments;
   }
+  std::int32_t& merging = state.sequence(slot).merging;
+  if (merging + 1 >= lengths.num_segments) merging = -1;
   lengths.tail_length = 0;
   lengths.num_tokens = length;
 }

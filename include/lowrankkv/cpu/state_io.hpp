@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cpu/state_io.hpp  Serialisation of one sequence of a layer.
 ///
-/// Contents (framed by cpu/saved_frame.hpp): lengths; position shifts; the current epoch and the
-/// segments of all heads; the sequence's own epochs in full. Then per head: states of positions,
-/// full rows, accumulated scores, residuals, the updater's working bases and state. Then the
-/// compressed rows of each list; then the tail. Rows are in the order of their lists, independent
-/// of page size. Codes are copied, never recoded.
+/// Contents (framed by cpu/saved_frame.hpp): lengths; position shifts; the current epoch; the
+/// merge in progress; the segments of all heads; the sequence's own epochs in full. Then per head:
+/// runs of positions, full rows, accumulated scores, residuals, the updater's working bases and
+/// state. Then the compressed rows of each list; then the tail. Rows are in the order of their
+/// lists, independent of page size. Codes are copied, never recoded.
 #pragma once
 
 #include <algorithm>
@@ -114,6 +114,7 @@ void write_sequence(const State& state, int slot, ByteWriter& out) {
     }
   }
   out.value(static_cast<std::int32_t>(State::TokenImpl::compresses ? index_of(sequence.epoch) : 0));
+  out.value(sequence.merging);
   out.list(segments);
   out.value(static_cast<std::uint64_t>(epochs.size()));
   for (const std::int32_t epoch : epochs) {
@@ -121,7 +122,7 @@ void write_sequence(const State& state, int slot, ByteWriter& out) {
       detail::write_epoch(out, {state.epochs.head(epoch, head)});
   }
   for (int head = 0; head < state.num_kv_heads(); ++head) {
-    out.list(state.runs(slot, head).states());
+    state.runs(slot, head).write(out);
     detail::write_rows(out, state.full, state.full.layout(head), slot, head);
     if (State::accumulates_scores) {
       const HeadScores& accumulated = sequence.accumulated[static_cast<std::size_t>(head)];
@@ -160,7 +161,7 @@ void write_sequence(const State& state, int slot, ByteWriter& out) {
 template <class State>
 struct SavedSequence {
   struct Head {
-    std::vector<RowState> states;
+    RowRuns runs;
     std::span<const std::byte> full_rows;
     HeadScores accumulated;
     HeadResiduals residuals;
@@ -171,6 +172,7 @@ struct SavedSequence {
   std::int64_t rows_since_publication = 0;
   PositionShifts shifts;
   std::int32_t epoch = 0;
+  std::int32_t merging = -1;
   std::vector<Segment> segments;
   std::vector<std::vector<EpochHead>> epochs;
   std::vector<Head> heads;
@@ -178,15 +180,43 @@ struct SavedSequence {
   std::span<const std::byte> tail;
 
   std::int32_t rows(int head, RowState kind) const {
-    const auto& states = heads[static_cast<std::size_t>(head)].states;
-    return static_cast<std::int32_t>(std::count(states.begin(), states.end(), kind));
+    return heads[static_cast<std::size_t>(head)].runs.num_rows(kind);
   }
 };
 
-/// @brief Reads the output of write_sequence(). @throws FormatError if it is inconsistent,
-/// CapacityError if it does not fit the cache
+namespace detail {
+
+/// Reads where the positions of a head are stored, `wanted` of them. Version 3 has a list of their
+/// states, a byte each.
+inline RowRuns read_runs(ByteReader& in, int version, int head, std::int64_t wanted) {
+  using ::lowrankkv::detail::fail;
+  const auto check_count = [&](std::int64_t found) {
+    if (found != wanted)
+      fail<FormatError>("saved state: head ", head, " has ", found, " stored positions, expected ",
+                        wanted);
+  };
+  RowRuns runs;
+  if (version == 3) {
+    const std::vector<RowState> states = in.list<RowState>();
+    check_count(static_cast<std::int64_t>(states.size()));
+    for (const RowState kind : states) {
+      if (kind > RowState::dropped)
+        fail<FormatError>("saved state: row state ", static_cast<int>(kind), ", at most 2");
+      runs.append(kind, 1);
+    }
+  } else {
+    runs = RowRuns::read(in, wanted);
+  }
+  check_count(runs.num_positions());
+  return runs;
+}
+
+}  // namespace detail
+
+/// @brief Reads the output of write_sequence(), or of that of version 3. @throws FormatError if it
+/// is inconsistent, CapacityError if it does not fit the cache
 template <class State>
-SavedSequence<State> read_sequence(const State& state, ByteReader& in) {
+SavedSequence<State> read_sequence(const State& state, ByteReader& in, int version) {
   using ::lowrankkv::detail::fail;
   SavedSequence<State> saved;
   const int heads = state.num_kv_heads();
@@ -198,8 +228,8 @@ SavedSequence<State> read_sequence(const State& state, ByteReader& in) {
   if (lengths.tail_length < 0 || lengths.tail_length > state.config.tail_capacity)
     fail<CapacityError>("tail_capacity: ", state.config.tail_capacity, ", saved tail has ",
                         lengths.tail_length);
-  if (lengths.num_segments < 0 || lengths.num_segments > state.table.max_segments() - 1)
-    fail<CapacityError>("epochs: room for ", state.table.max_segments() - 1,
+  if (lengths.num_segments < 0 || lengths.num_segments > state.table.max_segments())
+    fail<CapacityError>("epochs: room for ", state.table.max_segments(),
                         " segments, saved sequence has ", lengths.num_segments);
   if (lengths.tail_length > lengths.num_tokens)
     fail<FormatError>("saved state: a tail of ", lengths.tail_length, " in ", lengths.num_tokens,
@@ -228,6 +258,11 @@ SavedSequence<State> read_sequence(const State& state, ByteReader& in) {
   }
   ::lowrankkv::detail::check_saved(saved.shifts);
   saved.epoch = in.value<std::int32_t>();
+  saved.merging = version == 3 ? -1 : in.value<std::int32_t>();
+  if (saved.merging < -1 || (saved.merging >= 0 && (saved.merging > lengths.num_segments - 2 ||
+                                                    !State::UpdaterImpl::adapts)))
+    fail<FormatError>("saved state: a merge of segment ", saved.merging, " of ",
+                      lengths.num_segments);
   saved.segments = in.list<Segment>();
   if (saved.segments.size() !=
       static_cast<std::size_t>(lengths.num_segments) * static_cast<std::size_t>(heads)) {
@@ -261,19 +296,18 @@ SavedSequence<State> read_sequence(const State& state, ByteReader& in) {
   const auto rows_in = [&](const auto& layout, std::int32_t rows) {
     return in.bytes(layout.page_bytes(rows));
   };
+  // A full table has no room for one more segment: it needs a merge, and no new segment before it.
+  if (lengths.num_segments == state.table.max_segments() &&
+      (saved.merging < 0 ||
+       saved.segments[static_cast<std::size_t>(lengths.num_segments - 1)].epoch != saved.epoch)) {
+    fail<CapacityError>("epochs: room for ", state.table.max_segments() - 1,
+                        " segments without a merge, saved sequence has ", lengths.num_segments);
+  }
   for (int head = 0; head < heads; ++head) {
     auto& mine = saved.heads.emplace_back();
-    mine.states = in.list<RowState>();
-    if (static_cast<std::int64_t>(mine.states.size()) != lengths.num_tokens - lengths.tail_length) {
-      fail<FormatError>("saved state: head ", head, " has ", mine.states.size(),
-                        " stored positions, expected ", lengths.num_tokens - lengths.tail_length);
-    }
-    for (const RowState kind : mine.states) {
-      if (kind > RowState::dropped)
-        fail<FormatError>("saved state: row state ", static_cast<int>(kind), ", at most 2");
-    }
+    mine.runs = detail::read_runs(in, version, head, lengths.num_tokens - lengths.tail_length);
     const int leader = head / state.heads_per_group() * state.heads_per_group();
-    if (mine.states != saved.heads[static_cast<std::size_t>(leader)].states)
+    if (!(mine.runs == saved.heads[static_cast<std::size_t>(leader)].runs))
       fail<FormatError>("saved state: heads ", leader, " and ", head,
                         " share a latent and differ in their rows' states");
     const std::int32_t compressed = saved.rows(head, RowState::compressed);
@@ -415,6 +449,7 @@ void store_sequence(State& state, int slot, SavedSequence<State>&& saved) {
   for (auto& maps : saved.epochs) ids.push_back(state.epochs.adopt(std::move(maps)));
   state.table.lengths(slot) = saved.lengths;
   sequence.rows_since_publication = saved.rows_since_publication;
+  sequence.merging = saved.merging;
   sequence.shifts = std::move(saved.shifts);
   for (int head = 0; head < heads; ++head) {
     auto segments = state.used_segments(slot, head);
@@ -423,7 +458,7 @@ void store_sequence(State& state, int slot, SavedSequence<State>&& saved) {
       segments[i].epoch = ids[static_cast<std::size_t>(segments[i].epoch)];
     }
     auto& mine = saved.heads[static_cast<std::size_t>(head)];
-    state.runs(slot, head).assign(mine.states);
+    state.runs(slot, head) = mine.runs;
     state.full.extend(slot, head, saved.rows(head, RowState::full));
     state.full.copy_in(slot, head, mine.full_rows.data());
     if (State::accumulates_scores) {

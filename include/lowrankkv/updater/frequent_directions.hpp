@@ -13,7 +13,8 @@ LOWRANKKV_NAMESPACE_BEGIN
 /// A chunk ends when the residual of a row (key or value) under the chunk's basis exceeds its
 /// threshold, or when the chunk has chunk_length rows. The next chunk gets the sketch's top
 /// directions as its basis (rollover). Old rows keep the basis that wrote them; beyond
-/// KeepEpochs<max> chunks, old chunks are merged by re-projection.
+/// KeepEpochs<max> chunks, old chunks are merged by re-projection. On the CPU, a decoded chunk that
+/// begins while a merge is in progress gets its basis when the merge is done (docs/epochs.md).
 ///
 /// Prompts too are processed flush_interval rows at a time, in order. A rollover concerns all rows
 /// of such a batch; with flush_interval 1 it is decided row by row, as in the paper. The warm-up

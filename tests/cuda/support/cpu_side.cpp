@@ -8,6 +8,9 @@ namespace {
 
 using namespace lowrankkv;
 
+/// CacheConfig::merge_rows beside a device that manages epochs: it merges at once.
+constexpr std::int64_t kAtOnce = std::int64_t{1} << 31;
+
 template <class Cache>
 class Side : public CpuSide {
  public:
@@ -142,7 +145,9 @@ std::unique_ptr<HeavySide> make_heavy_side(const HeavySettings& settings, const 
     if constexpr (requires { policies.quantizer.type; })
       policies.quantizer.type = settings.coefficients;
     configure(policies.updater, settings);
-    return std::make_unique<HeavyCache<Cache>>(config, basis, policies);
+    CacheConfig own = config;
+    own.merge_rows = kAtOnce;
+    return std::make_unique<HeavyCache<Cache>>(own, basis, policies);
   };
   if (settings.exempts && settings.scored) {
     using Chosen = Compose<SinkRecent, SnapKV, ResidualOutliers, HeavyHitters>;
@@ -295,7 +300,9 @@ std::unique_ptr<CpuSide> make_cpu_side(const Settings& settings, const CacheConf
                                        const LayerBasis& basis) {
   const auto make =
       [&]<class Cache>(typename Cache::PolicySet policies) -> std::unique_ptr<CpuSide> {
-    return std::make_unique<Side<Cache>>(config, basis, configured(policies, settings));
+    CacheConfig own = config;
+    if (device_epochs(settings.method)) own.merge_rows = kAtOnce;
+    return std::make_unique<Side<Cache>>(own, basis, configured(policies, settings));
   };
   switch (settings.method) {
     case Method::full:

@@ -299,7 +299,7 @@ template <class MakeDevice>
 Worst random_sequences(const MakeDevice& make_device, Settings settings, DType type,
                        std::uint64_t seed, int trials) {
   Random random(seed), forms(seed + 1000), removals(seed + 2000), metric_forms(seed + 3000),
-      thresholds(seed + 4000);
+      thresholds(seed + 4000), merging(seed + 5000);
   Worst worst;
   for (int trial = 0; trial < trials; ++trial) {
     CacheConfig config;
@@ -334,6 +334,8 @@ Worst random_sequences(const MakeDevice& make_device, Settings settings, DType t
     settings.form = static_cast<OjaForm>(forms() % 3);
     if (adapts(settings.method) && !device_epochs && forms() % 3 == 0)
       config.epoch_type = DType::f16;
+    if (adapts(settings.method) && !device_epochs && merging() % 4 != 0)
+      config.merge_rows = 1 + static_cast<std::int64_t>(merging() % 200);  // several flushes
     settings.basis.centred = random() % 2 == 0;
     if (settings.method == Method::static_pca || settings.method == Method::projector)
       settings.recent = 0;

@@ -400,8 +400,8 @@ struct Calls {
     return save_sequence(layer, idle_slot(layer, seq), buffer, false);
   }
   static void load(Layer& layer, SequenceId seq, std::span<const std::byte> saved, NoStream) {
-    ByteReader in = open_saved(layer, saved);
-    auto sequence = read_sequence(layer, in);
+    OpenedSequence opened = open_saved(layer, saved);
+    auto sequence = read_sequence(layer, opened.in, opened.version);
     auto fresh = new_sequence(layer);
     Operation operation(layer, pages_of(layer, sequence));
     ::lowrankkv::detail::AddedSequence added(layer.sequences, seq);

@@ -212,8 +212,8 @@ void adapt_flushed(Layer& layer, const CompressCall& call, const FlushBatch& flu
       // A segment is opened even if all rows may turn out to stay full: release_and_upload() erases
       // an empty one.
       if (most_compressed(layer, flushed, i, call.phase) <= 0) continue;
-      open_segment<Layer::coded_groups>(state, flushed.slots[i], scratch, layer.statistics,
-                                        call.stream);
+      open_segment<Layer::coded_groups>(state, flushed.slots[i], call.phase, scratch,
+                                        layer.statistics, call.stream);
     }
   }
 }

@@ -104,6 +104,11 @@ class EpochStore {
 
   const HeadMaps* maps() const { return maps_.data(); }
   bool adapts() const { return limits_.own > 0; }
+  /// @brief Whether a merge is done in the call that begins it: with a prompt, and under RotateNow.
+  /// Otherwise flushes do a part of it each.
+  bool merges_at_once(Phase phase) const {
+    return phase == Phase::prefill || limits_.rotates_calibrated_rows;
+  }
   /// @brief Most segments of a sequence.
   int max_segments() const { return limits_.segments(); }
   const WorkingBases& bases() const { return bases_; }

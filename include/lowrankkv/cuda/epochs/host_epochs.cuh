@@ -50,6 +50,8 @@ struct HostEpochs {
   std::int64_t decode_steps = 0;
   bool moved = false;        ///< the working bases differ from the calibrated ones
   bool unpublished = false;  ///< the working bases moved since they were published
+  /// Number of the segment whose rows a merge is moving to the next one, from its end on; -1: none.
+  std::int32_t merging = -1;
 };
 
 /// @brief Enqueues the upload of the segments' first rows, if heads differ in them.

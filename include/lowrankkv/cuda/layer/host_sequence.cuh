@@ -132,7 +132,7 @@ struct HostSequence : SequenceRows {
   /// @brief Number of tokens that have left the tail.
   std::int64_t first_tail() const { return num_tokens - tail_length; }
   /// @brief Ends segments where the heads' lists end, and erases segments that are empty in all
-  /// heads.
+  /// heads. A merge of such a segment is over.
   void trim_segments() {
     std::vector<HostSegment>& all = epochs.segments;
     for (std::size_t i = all.size(); i-- > 0;) {
@@ -145,7 +145,13 @@ struct HostSequence : SequenceRows {
         first = (std::min)(first, own_rows);
         empty = empty && first >= end;
       }
-      if (empty) all.erase(all.begin() + static_cast<std::ptrdiff_t>(i));
+      if (!empty) continue;
+      all.erase(all.begin() + static_cast<std::ptrdiff_t>(i));
+      const std::int32_t erased = static_cast<std::int32_t>(i);
+      if (erased == epochs.merging || erased == epochs.merging + 1)
+        epochs.merging = -1;
+      else if (erased < epochs.merging)
+        --epochs.merging;
     }
   }
 };

@@ -25,12 +25,13 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 /// @brief The first bytes of a sequence saved by this backend. The last digit is the version.
-inline constexpr std::string_view kSavedMagic = "LRKVGPU7";
+inline constexpr std::string_view kSavedMagic = "LRKVGPU8";
 
 /// @brief A saved sequence, opened and checked.
 struct SavedSequence : SequenceRows {
   SavedCounts counts;
   PositionShifts shifts;
+  std::int32_t merging = -1;  ///< as of HostEpochs
   std::vector<HostSegment> segments;
   std::span<const std::byte> block;
 };
@@ -126,6 +127,7 @@ std::size_t save_sequence(const LayerState& layer, int slot, std::span<std::byte
           counts.tail_first = lengths.tail_first;
         }
         out.value(counts);
+        out.value(epochs.merging);
         out.list(now.missing);
         out.list(
             std::vector<PositionShift>(now.shifts.pieces().begin(), now.shifts.pieces().end()));
@@ -316,6 +318,7 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   ByteReader in = open_framed(kSavedMagic, detail::describe_layer(layer), saved);
   SavedSequence sequence;
   sequence.counts = in.value<SavedCounts>();
+  sequence.merging = in.value<std::int32_t>();
   const SavedCounts& counts = sequence.counts;
   const LayerEdit& tables = layer.tables();
   sequence.rows = counts.rows;
@@ -410,7 +413,13 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
   const bool calibrated_first = !sequence.segments.empty() && sequence.segments.front().epoch == 0;
   const std::size_t most_segments =
       most_own == 0 ? 0 : static_cast<std::size_t>(most_own + (calibrated_first ? 1 : 0));
-  if (sequence.segments.size() > most_segments)
+  const std::int32_t merging = sequence.merging,
+                     last = static_cast<std::int32_t>(sequence.segments.size()) - 1;
+  if (merging < -1 || (merging >= 0 && (merging >= last || layer.device_epochs().used())))
+    fail<FormatError>("saved state: a merge of segment ", merging, " of ", last + 1);
+  // A sequence that merges has one segment more, and opens no other before the merge is done.
+  const bool one_more = merging >= 0 && sequence.segments.back().epoch == counts.current_epoch;
+  if (sequence.segments.size() > most_segments + (one_more ? 1 : 0))
     fail<FormatError>("saved state: ", sequence.segments.size(), " segments, at most ",
                       most_segments);
   detail::check_segments(sequence, counts.own_epochs, tables.num_heads);
@@ -486,7 +495,8 @@ void load_sequence(LayerState& layer, int slot, const SavedSequence& saved, cuda
                 counts.rows_since_publication,
                 counts.decode_steps,
                 counts.moved != 0,
-                counts.unpublished != 0};
+                counts.unpublished != 0,
+                saved.merging};
   for (HostSegment& segment : now.epochs.segments)
     segment.epoch = own[static_cast<std::size_t>(segment.epoch)];
   const std::vector<HostSegment> segments = now.epochs.segments;

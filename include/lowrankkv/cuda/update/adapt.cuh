@@ -154,19 +154,22 @@ void enqueue_merges(const LayerState& layer, const MergePlans& plans, int count,
                         static_cast<const float*>(scratch.transitions), layer.tiles().coded_type);
 }
 
-/// @brief Rewrites the rows of segment `merged` of a sequence under the epoch of the next segment,
-/// which may have no rows yet. The device has both segments.
+/// @brief Rewrites the last rows of segment `merged` of a sequence under the epoch of the next
+/// segment, which may have no rows yet: those from row `from_row` of the lists on. The device has
+/// both segments.
 /// @tparam scale_groups  of tiles of codes; 0: plain tiles
 template <int scale_groups>
-void merge_segment(LayerState& layer, int slot, int merged, const CompressScratch& scratch,
-                   CacheStatistics& statistics, cudaStream_t stream) {
+void merge_segment(LayerState& layer, int slot, int merged, std::int32_t from_row,
+                   const CompressScratch& scratch, CacheStatistics& statistics,
+                   cudaStream_t stream) {
   const HostSequence& now = layer.sequence(slot);
   const HostSegment &from = now.epochs.segments[static_cast<std::size_t>(merged)],
                     &into = now.epochs.segments[static_cast<std::size_t>(merged) + 1];
   constexpr std::int32_t none = std::numeric_limits<std::int32_t>::max();
   std::int32_t first = none, end = 0, first_page_row = none, last_page_row = 0, pieces = 0;
   for (int head = 0; head < layer.tables().num_heads; ++head) {
-    const std::int32_t begin = from.first_rows[static_cast<std::size_t>(head)],
+    const std::int32_t begin =
+                           (std::max)(from.first_rows[static_cast<std::size_t>(head)], from_row),
                        until = into.first_rows[static_cast<std::size_t>(head)],
                        missing =
                            static_cast<std::int32_t>(now.missing_in(RowList::compressed, head));
@@ -182,7 +185,8 @@ void merge_segment(LayerState& layer, int slot, int merged, const CompressScratc
   }
   if (first >= end) return;
   layer.own_pages(slot, RowList::compressed, first_page_row, last_page_row, stream);
-  const MergePlans plans{{slot, from.epoch, into.epoch, merged}};
+  MergePlans plans{{slot, from.epoch, into.epoch, merged}};
+  plans.begin = first;
   const auto merge = [&](const MergePlans& some) {
     enqueue_merges<scale_groups>(layer, some, 1, pieces, scratch, stream);
   };
@@ -193,31 +197,63 @@ void merge_segment(LayerState& layer, int slot, int merged, const CompressScratc
     merge(plans);
 }
 
-/// @brief Opens a segment under the sequence's current epoch, if its last segment is under another;
-/// merges old segments if there are too many.
+/// @brief Goes on with the merge in progress, if there is one, as cpu/segments.hpp does: moves the
+/// last rows of its older segment to the next segment, those within `most` rows of the last one of
+/// any head. When no head has a row left in the older one, the next one takes its place. The device
+/// has both segments.
 /// @tparam scale_groups  of tiles of codes; 0: plain tiles
 template <int scale_groups>
-void open_segment(LayerState& layer, int slot, const CompressScratch& scratch,
-                  CacheStatistics& statistics, cudaStream_t stream) {
-  HostSequence& now = layer.sequence(slot);
-  HostEpochs& own = now.epochs;
-  if (!own.segments.empty() && own.segments.back().epoch == own.current) return;
-  const int merged = layer.epochs().merge_for_new_segment(own);
-  HostSegment& opened = own.segments.emplace_back(HostSegment{own.current, 0, {}});
-  for (int head = 0; head < layer.tables().num_heads; ++head)
-    opened.first_rows.push_back(static_cast<std::int32_t>(now.num_rows(RowList::compressed, head)));
-  if (merged >= 0) {
-    layer.write_lengths(slot, own.segments, false, stream);
-    merge_segment<scale_groups>(layer, slot, merged, scratch, statistics, stream);
-    HostSegment &from = own.segments[static_cast<std::size_t>(merged)],
-                &into = own.segments[static_cast<std::size_t>(merged) + 1];
+void advance_merge(LayerState& layer, int slot, std::int64_t most, const CompressScratch& scratch,
+                   CacheStatistics& statistics, cudaStream_t stream) {
+  HostEpochs& own = layer.sequence(slot).epochs;
+  if (own.merging < 0) return;
+  HostSegment &from = own.segments[static_cast<std::size_t>(own.merging)],
+              &into = own.segments[static_cast<std::size_t>(own.merging) + 1];
+  std::int64_t end = 0;
+  for (std::size_t head = 0; head < into.first_rows.size(); ++head) {
+    if (from.first_rows[head] < into.first_rows[head])
+      end = (std::max)(end, std::int64_t{into.first_rows[head]});
+  }
+  const auto from_row = static_cast<std::int32_t>((std::max)(std::int64_t{0}, end - most));
+  merge_segment<scale_groups>(layer, slot, own.merging, from_row, scratch, statistics, stream);
+  for (std::size_t head = 0; head < into.first_rows.size(); ++head) {
+    std::int32_t& border = into.first_rows[head];
+    border = (std::min)(border, (std::max)(from.first_rows[head], from_row));
+  }
+  if (into.first_rows == from.first_rows) {
     into.level = (std::max)(into.level, from.level) + 1;
-    into.first_rows = std::move(from.first_rows);
-    own.segments.erase(own.segments.begin() + merged);
+    own.segments.erase(own.segments.begin() + own.merging);
+    own.merging = -1;
     ++statistics.merges;
   }
   layer.epochs().free_unused(slot, own);
   layer.write_lengths(slot, own.segments, false, stream);
+}
+
+/// @brief Opens a segment under the sequence's current epoch, if its last segment is under another,
+/// and begins a merge of old segments if there are now too many. Then goes on with the merge in
+/// progress: with a prompt, and under RotateNow, to its end.
+/// @tparam scale_groups  of tiles of codes; 0: plain tiles
+template <int scale_groups>
+void open_segment(LayerState& layer, int slot, Phase phase, const CompressScratch& scratch,
+                  CacheStatistics& statistics, cudaStream_t stream) {
+  HostSequence& now = layer.sequence(slot);
+  HostEpochs& own = now.epochs;
+  const bool at_once = layer.epochs().merges_at_once(phase);
+  const std::int64_t most =
+      at_once ? std::numeric_limits<std::int32_t>::max() : layer.config().most_merge_rows();
+  if (own.segments.empty() || own.segments.back().epoch != own.current) {
+    if (at_once) advance_merge<scale_groups>(layer, slot, most, scratch, statistics, stream);
+    // With a merge in progress, this segment takes the place of one that lost its last row.
+    if (own.merging < 0) own.merging = layer.epochs().merge_for_new_segment(own);
+    HostSegment& opened = own.segments.emplace_back(HostSegment{own.current, 0, {}});
+    for (int head = 0; head < layer.tables().num_heads; ++head)
+      opened.first_rows.push_back(
+          static_cast<std::int32_t>(now.num_rows(RowList::compressed, head)));
+    layer.epochs().free_unused(slot, own);
+    layer.write_lengths(slot, own.segments, false, stream);
+  }
+  advance_merge<scale_groups>(layer, slot, most, scratch, statistics, stream);
 }
 
 /// @brief Moments of rows, in the metric, as kernels take them: the first of `splits` matrices has
@@ -327,8 +363,9 @@ void adapt(State& layer, const Updater& updater, const FlushBatch& flushed, int 
       own.moved = own.unpublished = true;
     }
     const std::int64_t since = own.rows_since_publication + rows;
+    const bool waits = own.merging >= 0 && !layer.epochs().merges_at_once(phase);
     const bool due =
-        own.unpublished &&
+        own.unpublished && !waits &&
         (since >= layer.publish_interval() ||
          (phase == Phase::prefill && compressed_bytes(layer, rows) > layer.epochs().epoch_bytes()));
     own.rows_since_publication = due ? 0 : since;
