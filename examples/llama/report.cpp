@@ -58,7 +58,7 @@ std::vector<std::string> excess_warnings(const std::vector<Row>& rows) {
     lines.push_back("warning: " + row.method + " (ratio: " + row.knob + "): " + numbers);
   }
   if (!lines.empty())
-    lines.push_back(
+    lines.emplace_back(
         "Rows at full rank, rows that wait for a flush and unfilled pages are a larger part of "
         "short contexts. --context says at how many tokens a ratio in bytes is met.");
   return lines;

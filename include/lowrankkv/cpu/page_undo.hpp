@@ -97,8 +97,7 @@ class PageUndo {
   }
   /// @brief Restores contents and sharing of all pages, and the page tables.
   void undo() noexcept {
-    for (auto entry = entries_.rbegin(); entry != entries_.rend(); ++entry)
-      *entry->entry = entry->before;
+    for (std::size_t i = entries_.size(); i-- > 0;) *entries_[i].entry = entries_[i].before;
     for (const Backup& backup : backups_)
       std::memcpy(pool_->page(backup.page), backup.bytes.get(), pool_->page_bytes());
     for (const std::int32_t page : unshared_) pool_->allocator().share(page);
