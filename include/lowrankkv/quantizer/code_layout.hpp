@@ -7,6 +7,7 @@
 /// stands for (q - 2^(b-1) + 1/2) scale: uniform mid-rise.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -37,8 +38,10 @@ struct CodeLayout {
   std::vector<std::uint8_t> bits;  ///< per channel, 0 to 8
   std::vector<ScaleGroup> groups;  ///< cover the channels that have bits
   ScaleKind scale = ScaleKind::largest_f16;
-  /// norm_log8: the calibrated norm of a row's coefficients, in steps.
+  /// norm_log8: the calibrated norm of a row's weighted coefficients, in steps.
   float reference_norm = 1.0F;
+  /// norm_log8: what a coefficient in steps is multiplied by in that norm, by its bits.
+  std::array<float, 9> norm_weights{1.0F, 1.0F, 1.0F, 1.0F, 1.0F, 1.0F, 1.0F, 1.0F, 1.0F};
 
   int scale_bits() const { return scale == ScaleKind::largest_f16 ? 16 : 8; }
   std::int64_t row_bits() const {

@@ -21,11 +21,12 @@ constexpr float gaussian_step(int bits) {
 /// (HeadBasis::key_bits, key_rms). budgeted.hpp fills them by reverse water-filling; a channel with
 /// 0 bits is not stored.
 ///
-/// A row's codes are relative to one 8-bit logarithmic gain: the row's norm over the calibrated
-/// norm. Steps are folded into the maps. Bytes of a row: (sum of bits + 8) / 8.
+/// A row's codes are relative to one 8-bit logarithmic gain: the root of the mean, over the
+/// channels with bits, of (coefficient / rms)^2. Steps are folded into the maps. Bytes of a row:
+/// (sum of bits + 8) / 8.
 struct TransformCode {
-  /// Steps relative to gaussian_step: real channels have heavier tails than a Gaussian.
-  float step_scale = 1.15F;
+  /// Steps relative to gaussian_step.
+  float step_scale = 1.0F;
   friend bool operator==(const TransformCode&, const TransformCode&) = default;
 };
 

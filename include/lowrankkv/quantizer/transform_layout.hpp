@@ -25,14 +25,16 @@ inline CodeLayout transform_layout(const TransformCode& policy, int rank,
   }
   CodeLayout result{rank, {bits.begin(), bits.end()}, {}, ScaleKind::norm_log8, 1.0F};
   int coded = 0;
-  double energy = 0.0;  // of the coefficients in units of steps: a channel's rms is 1 / step
   for (const std::uint8_t width : bits) {
     if (width == 0) break;  // sorted: only zeros follow
     ++coded;
-    energy += 1.0 / std::pow(static_cast<double>(policy.step_scale * gaussian_step(width)), 2);
   }
   if (coded > 0) result.groups.push_back({0, coded});
-  if (coded > 0) result.reference_norm = static_cast<float>(std::sqrt(energy));
+  // Every channel counts alike: a coefficient's share of the norm is in units of its rms. In steps
+  // the few channels with most bits would decide the gain of all.
+  for (std::size_t width = 0; width < result.norm_weights.size(); ++width)
+    result.norm_weights[width] = gaussian_step(static_cast<int>(width));
+  if (coded > 0) result.reference_norm = std::sqrt(static_cast<float>(coded)) / policy.step_scale;
   return result;
 }
 

@@ -53,7 +53,9 @@ inline float write_scale(const CodeLayout& layout, std::size_t group, int rows_p
   if (layout.scale == ScaleKind::norm_log8) {
     double energy = 0.0;
     for (int channel = 0; channel < channels.count; ++channel) {
-      const double value = values[channels.first + channel];
+      const int own = channels.first + channel;
+      const double value =
+          values[own] * layout.norm_weights[layout.bits[static_cast<std::size_t>(own)]];
       energy += value * value;
     }
     const std::uint8_t code =

@@ -133,6 +133,7 @@ struct PartMaps {
   std::int32_t first_coded = 0;  ///< coded coefficients of the first scale group
   ScaleKind gains = ScaleKind::norm_log8;
   float reference[2] = {1.0F, 1.0F};  ///< by scale group
+  float norm_weights[9] = {};         ///< CodeLayout::norm_weights
 
   /// @brief Converts the encoder's result to a coefficient in steps: times x, plus y. Both are 0
   /// for channels beyond the rank.
@@ -294,6 +295,7 @@ class LayerMaps {
       maps.first_coded = tiles[part].first_coded;
       maps.gains = tiles[part].gains;
       std::copy_n(tiles[part].reference, 2, maps.reference);
+      std::copy_n(tiles[part].norm_weights.begin(), 9, maps.norm_weights);
     }
     if (rotary.pre_rope())
       make_key_ups(basis, tiles, scales, layouts, head_dim, type, rotary, coded_type, moves);

@@ -18,6 +18,7 @@ namespace cuda {
 inline PartTiles code_planes(const CodeLayout& layout, bool whole_bytes) {
   PartTiles result;
   result.gains = layout.scale;
+  result.norm_weights = layout.norm_weights;
   // Bits of every code that are not in a plane yet.
   std::vector<int> left(layout.bits.begin(), layout.bits.end());
   for (std::size_t group = 0; group < layout.groups.size(); ++group) {

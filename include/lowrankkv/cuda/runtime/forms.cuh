@@ -3,6 +3,7 @@
 /// kernels share.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -52,7 +53,8 @@ struct PartTiles {
   /// By scale group: what a gain of 1 stands for, in quantizer steps. This is the norm of a row's
   /// coefficients, or the largest of them.
   float reference[2] = {1.0F, 1.0F};
-  int padding_bits = 0;  ///< of a row, added by rounding up to whole units
+  std::array<float, 9> norm_weights{};  ///< CodeLayout::norm_weights
+  int padding_bits = 0;                 ///< of a row, added by rounding up to whole units
   /// Number of coefficients that have bits. They are the first ones, and gains cover only them.
   int coded = 0;
   int first_coded = 0;  ///< coded coefficients of the first scale group

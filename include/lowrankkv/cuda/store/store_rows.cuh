@@ -51,8 +51,8 @@ struct StoredGain {
   float value = 0.0F;
 };
 
-/// Sums of squares (ScaleKind::norm_log8) or largest magnitudes of coefficients [first, end) of
-/// each of `rows` rows. A warp calls it; lane i gets that of row i.
+/// Weighted sums of squares (ScaleKind::norm_log8) or largest magnitudes of coefficients [first,
+/// end) of each of `rows` rows. A warp calls it; lane i gets that of row i.
 /// @param coefficients  of the first row
 __device__ __forceinline__ float size_of_rows(const PartMaps& maps, const float* coefficients,
                                               int stride, int rows, int first, int end) {
@@ -62,8 +62,10 @@ __device__ __forceinline__ float size_of_rows(const PartMaps& maps, const float*
   for (int row = 0; row < rows; ++row) {
     const float* own = coefficients + row * stride;
     float size = 0.0F;
-    for (int channel = first + lane; channel < end; channel += 32)
-      size = norm ? fmaf(own[channel], own[channel], size) : fmaxf(size, fabsf(own[channel]));
+    for (int channel = first + lane; channel < end; channel += 32) {
+      const float weighted = norm ? own[channel] * maps.norm_weights[maps.bits[channel]] : 0.0F;
+      size = norm ? fmaf(weighted, weighted, size) : fmaxf(size, fabsf(own[channel]));
+    }
     for (int distance = 16; distance > 0; distance /= 2) {
       const float other = __shfl_xor_sync(~0U, size, distance);
       size = norm ? size + other : fmaxf(size, other);
