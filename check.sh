@@ -53,11 +53,22 @@ run_tests() {
   ctest --test-dir "build/$name" -j "$jobs" --output-on-failure --no-tests=error "$@"
 }
 
+# python_package NAME...: packages from the Python registry, in build/tools. Says so where they cannot be installed.
+python_package() {
+  local tools=$PWD/build/tools
+  mkdir -p build
+  { { [[ -x $tools/bin/pip ]] || python3 -m venv "$tools"; } && timeout 300 "$tools/bin/pip" install --quiet "$@"; } \
+    > build/tools.log 2>&1 || echo "Not installed, and not tested with: $* (build/tools.log)"
+}
+
 build_check() {
-  install_dependencies "${build_packages[@]}" python3 doctest-dev clang-format-14 clang-tidy-14
+  install_dependencies "${build_packages[@]}" python3 python3-venv doctest-dev clang-format-14 clang-tidy-14
+  python_package tokenizers
+  local python=()
+  [[ ! -x build/tools/bin/python ]] || python=("-DLOWRANKKV_PYTHON=$PWD/build/tools/bin/python")
   [[ -n $nvcc ]] || echo "No nvcc: the CUDA backend is not compiled."
   build check -DLOWRANKKV_TEST_FLAGS=-O1 -DCMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG" -DCMAKE_CUDA_ARCHITECTURES=90 \
-    -DLOWRANKKV_CUDA_PTX_ONLY=$ptx_only "${cuda[@]}" "${unused_gpu_code[@]}" "$@"
+    -DLOWRANKKV_CUDA_PTX_ONLY=$ptx_only "${cuda[@]}" "${unused_gpu_code[@]}" "${python[@]}" "$@"
 }
 check() {
   build_check -DLOWRANKKV_EMULATED=short -DLOWRANKKV_EMULATED_EFFORT=0
@@ -86,10 +97,7 @@ part_headers() {
 part_packages() {
   install_dependencies "${build_packages[@]}" doxygen python3 python3-venv doctest-dev
   local tools=$PWD/build/tools conan=()
-  mkdir -p build
-  if [[ ! -x $tools/bin/conan ]]; then
-    { python3 -m venv "$tools" && timeout 300 "$tools/bin/pip" install 'conan>=2,<3'; } > build/tools.log 2>&1 || echo "No Conan: its recipe is not tested (build/tools.log)."
-  fi
+  python_package 'conan>=2,<3'
   [[ ! -x $tools/bin/conan ]] || conan=("-DLOWRANKKV_CONAN=$tools/bin/conan")
   build check-packages -DLOWRANKKV_TESTS=packages -DLOWRANKKV_BUILD_EXAMPLES=OFF "${cuda[@]}" "${conan[@]}"
   run_tests check-packages

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Sourced by quickstart.sh and check.sh.
 # What every build of the library and its examples needs.
-build_packages=(g++ cmake ninja-build pkg-config libeigen3-dev nlohmann-json3-dev libcli11-dev libpcre2-dev)
+build_packages=(g++ cmake ninja-build pkg-config libeigen3-dev nlohmann-json3-dev libcli11-dev libpcre2-dev libutf8proc-dev)
 
 # install_dependencies package...: installs those Debian packages that are missing; does nothing if none is. Programs that came another way count.
 install_dependencies() {

@@ -5,7 +5,9 @@
 #include <Eigen/Dense>
 #include <algorithm>
 #include <cstddef>
+#include <cmath>
 #include <cstdint>
+#include <limits>
 #include <random>
 #include <span>
 #include <vector>
@@ -179,4 +181,68 @@ TEST_CASE("an error counts as its share of the residual stream it is added to") 
   std::fill_n(rows.begin(), 4, 1000.0F);
   stream.add_residual_stream({rows.data(), 9, 4});
   CHECK(stream.stream_square() == doctest::Approx(4.0));
+}
+
+TEST_CASE("codes are fitted to the channels' distributions, and more bytes bring smaller errors") {
+  std::mt19937_64 random(8);
+  const CacheShape shape{2, 1, 32};
+  constexpr int n = 1200;
+  // Rows of different sizes; every second channel has a Laplace distribution, the others two
+  // values.
+  const auto heavy_rows = [&](int heads) {
+    std::exponential_distribution<double> exponential;
+    std::vector<float> rows;
+    for (int row = 0; row < n * heads; ++row) {
+      const double size = std::exp(std::normal_distribution<double>(0.0, 0.3)(random));
+      for (int channel = 0; channel < 32; ++channel) {
+        const double sign = random() % 2 == 0 ? 1.0 : -1.0;
+        const double magnitude = channel % 2 == 0 ? exponential(random) : 1.4;
+        rows.push_back(static_cast<float>(sign * size * magnitude * std::exp(-0.08 * channel)));
+      }
+    }
+    return rows;
+  };
+  const auto q = heavy_rows(2), k = heavy_rows(1), v = heavy_rows(1);
+  std::vector<calibrate::LayerMoments> fitted(1, calibrate::LayerMoments(shape));
+  fitted[0].coding().add({q.data(), n, 2, 32}, {k.data(), n, 1, 32}, {v.data(), n, 1, 32}, 900);
+  auto gaussian = fitted;
+  gaussian[0].coding().head(0).key_sample = {};
+  gaussian[0].coding().head(0).value_sample = {};
+  const auto fresh_k = heavy_rows(1), fresh_v = heavy_rows(1);
+  // Mean squared error of fresh rows, in the metrics that the bits are distributed by.
+  const auto error_of = [&](const std::vector<calibrate::LayerMoments>& model, double ratio) {
+    calibrate::BudgetOptions options;
+    options.ratio = ratio;
+    options.context = n;
+    options.page_bytes = 1024;
+    const calibrate::BudgetedModel budgeted = calibrate::budgeted(model, options);
+    CacheConfig config;
+    config.shape = shape;
+    config.max_tokens = n + 100;
+    budgeted.configure(config);
+    LayerStack<Budgeted<>> stack(config, budgeted.bases, budgeted.policies);
+    stack.create(0);
+    stack.layer(0).ingest(0, {fresh_k.data(), n, 1, 32}, {fresh_v.data(), n, 1, 32});
+    std::vector<float> decoded_k(fresh_k.size()), decoded_v(fresh_v.size());
+    stack.layer(0).reconstruct(0, 0, {decoded_k.data(), n, 1, 32}, {decoded_v.data(), n, 1, 32});
+    using Rows = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+    const auto in_metric = [&](const std::vector<float>& exact, const std::vector<float>& decoded,
+                               const Eigen::MatrixXd& metric) {
+      const Eigen::MatrixXd difference = (Eigen::Map<const Rows>(exact.data(), n, 32) -
+                                          Eigen::Map<const Rows>(decoded.data(), n, 32))
+                                             .cast<double>();
+      return (difference * metric).cwiseProduct(difference).sum();
+    };
+    const calibrate::CodingHead& head = model[0].coding().head(0);
+    return in_metric(fresh_k, decoded_k, head.key_metric) +
+           in_metric(fresh_v, decoded_v, head.value_metric);
+  };
+  double last = std::numeric_limits<double>::infinity();
+  for (const double ratio : {0.1, 0.13, 0.16, 0.2, 0.25, 0.3}) {
+    CAPTURE(ratio);
+    const double own = error_of(fitted, ratio);
+    CHECK(own < 0.95 * error_of(gaussian, ratio));
+    CHECK(own < last);
+    last = own;
+  }
 }

@@ -225,23 +225,10 @@ std::vector<Eigen::MatrixXd> output_grams(const Engine& engine, int layer) {
   return grams;
 }
 
-/// The window with spans of its own context at its end: reading them a second time is retrieval,
-/// and text alone has little.
-Ids with_copies(Ids window, std::size_t context, std::size_t copies, std::mt19937_64& random) {
-  constexpr std::size_t kSpans = 8;
-  const std::size_t span = std::max<std::size_t>(1, copies / kSpans);
-  for (std::size_t added = 0; added < copies;) {
-    const std::size_t count = std::min(span, copies - added);
-    const std::size_t from = static_cast<std::size_t>(random() % (context - count + 1));
-    for (std::size_t i = 0; i < count; ++i) window.push_back(window[from + i]);
-    added += count;
-  }
-  return window;
-}
-
 /// Shows a layer's statistics, of every form of the keys, the rows of a window of n tokens.
 /// @param moments  so many rows enter the moments; 0: coding statistics alone
-/// @param context  so many rows are those that coding statistics take as compressed
+/// @param context  so many rows are those that coding statistics take as compressed; 0: none of
+/// them
 void observe(const Engine& engine, Calibration& calibration,
              const std::vector<lowrankkv::Rope>& forms, int layer, const Projected& rows,
              std::int64_t n, std::int64_t moments, std::int64_t context) {
@@ -264,6 +251,7 @@ void observe(const Engine& engine, Calibration& calibration,
       of(form).add(query.tokens(0, moments), key(form).tokens(0, moments),
                    value.tokens(0, moments));
   }
+  if (context == 0) return;
   if (forms.size() == 2)
     of(Rope::post)
         .coding()
@@ -275,8 +263,21 @@ void observe(const Engine& engine, Calibration& calibration,
 
 }  // namespace
 
+Ids with_copies(Ids window, std::size_t context, std::size_t copies, std::mt19937_64& random) {
+  constexpr std::size_t kSpans = 8;
+  const std::size_t span = std::max<std::size_t>(1, copies / kSpans);
+  for (std::size_t added = 0; added < copies;) {
+    const std::size_t count = std::min(span, copies - added);
+    const std::size_t from = static_cast<std::size_t>(random() % (context - count + 1));
+    for (std::size_t i = 0; i < count; ++i) window.push_back(window[from + i]);
+    added += count;
+  }
+  return window;
+}
+
 Calibration calibrate(const Engine& engine, const std::string& text, std::int64_t max_tokens,
-                      int window_tokens, const std::vector<lowrankkv::Rope>& forms) {
+                      int window_tokens, const std::vector<lowrankkv::Rope>& forms,
+                      lowrankkv::calibrate::CodingMetric metric) {
   if (forms.empty() || forms.size() > 2 || (forms.size() == 2 && forms[0] == forms[1]))
     throw std::runtime_error("calibration: " + std::to_string(forms.size()) +
                              " forms of the keys, post-RoPE, pre-RoPE or each once expected");
@@ -287,7 +288,8 @@ Calibration calibrate(const Engine& engine, const std::string& text, std::int64_
     calibration.of(keys).assign(
         static_cast<std::size_t>(layers),
         lowrankkv::calibrate::LayerMoments(config.cache_shape(), config.rope(keys)));
-  for (int layer = 0; layer < layers; ++layer) {
+  const bool coding = metric == lowrankkv::calibrate::CodingMetric::output;
+  for (int layer = 0; coding && layer < layers; ++layer) {
     const auto grams = output_grams(engine, layer);
     for (const lowrankkv::Rope keys : forms)
       calibration.of(keys)[static_cast<std::size_t>(layer)].coding().set_output_grams(grams);
@@ -302,10 +304,10 @@ Calibration calibrate(const Engine& engine, const std::string& text, std::int64_
   // Every second window is half as long, for coding alone: its metrics must serve contexts of all
   // lengths. Low-rank bases want the whole length: keys are rotated by their positions.
   bool half = false;
-  for (std::size_t at = 0; at < limit; half = !half) {
+  for (std::size_t at = 0; at < limit; half = coding && !half) {
     const std::size_t length =
         static_cast<std::size_t>(half ? (window_tokens + 1) / 2 : window_tokens);
-    const std::size_t copies = std::min<std::size_t>(512, length / 8);
+    const std::size_t copies = coding ? std::min<std::size_t>(512, length / 8) : 0;
     const std::size_t begin = config.bos >= 0 ? 1 : 0;
     const std::size_t body =
         std::min(std::max<std::size_t>(1, length - copies - begin), limit - at);
@@ -322,9 +324,11 @@ Calibration calibrate(const Engine& engine, const std::string& text, std::int64_
         window, 0,
         [&](int layer, const Projected& rows, float* out) {
           store->prefill(layer, kSequence, n, rows, out);
-          observe(engine, calibration, forms, layer, rows, n, half ? 0 : text_tokens, context);
+          observe(engine, calibration, forms, layer, rows, n, half ? 0 : text_tokens,
+                  coding ? context : 0);
         },
         [&](int layer, std::int64_t tokens, const float* rows) {
+          if (!coding) return;
           for (const lowrankkv::Rope form : forms)
             calibration.of(form)[static_cast<std::size_t>(layer)].coding().add_residual_stream(
                 {rows, tokens, config.hidden_size});

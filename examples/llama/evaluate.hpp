@@ -7,6 +7,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <random>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -89,6 +90,11 @@ std::string read_text(const std::string& path);
 /// Reads back bundles: none, one of either form of the keys, or one of each.
 Calibration load_bases(const Engine& engine, const std::vector<std::string>& paths);
 
+/// A window of tokens with `copies` tokens more: spans of its first `context` tokens. Reading them
+/// a second time is retrieval, and text alone has little.
+std::vector<std::int32_t> with_copies(std::vector<std::int32_t> window, std::size_t context,
+                                      std::size_t copies, std::mt19937_64& random);
+
 /// Statistics of the first `max_tokens` tokens of a text, in windows that each begin with BOS and
 /// end with spans of themselves (up to 512 tokens), read again. Windows of `window` tokens give
 /// moments and coding statistics: keys are rotated by their position, and bases must have seen the
@@ -96,9 +102,12 @@ Calibration load_bases(const Engine& engine, const std::vector<std::string>& pat
 /// statistics alone; about two thirds of the tokens thus enter the moments.
 /// @param forms  the forms of the keys that statistics are of: one, or each once; one pass serves
 /// both
-Calibration calibrate(const Engine& engine, const std::string& text, std::int64_t max_tokens,
-                      int window,
-                      const std::vector<lowrankkv::Rope>& forms = {lowrankkv::Rope::post});
+/// @param metric  output: as above. loss: moments alone, of whole windows without spans read again;
+/// use_loss_metric() adds coding statistics
+Calibration calibrate(
+    const Engine& engine, const std::string& text, std::int64_t max_tokens, int window,
+    const std::vector<lowrankkv::Rope>& forms = {lowrankkv::Rope::post},
+    lowrankkv::calibrate::CodingMetric metric = lowrankkv::calibrate::CodingMetric::output);
 
 /// Statistics from the projections' weights alone, without a text: of queries and keys before RoPE,
 /// and of values, for inputs whose channels are independent and of unit size before the gain of

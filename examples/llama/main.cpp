@@ -12,6 +12,7 @@
 #include <stdexcept>
 
 #include "evaluate.hpp"
+#include "loss_metric.hpp"
 #include "lowrankkv/calibrate/bundle.hpp"
 #include "report.hpp"
 #include "speed.hpp"
@@ -248,6 +249,21 @@ int main(int argc, char** argv) try {
                    "tokens of a window; default: the model's context")
       ->check(CLI::Range(2, 1 << 20));
 
+  std::string metric = "output";
+  calibrate
+      ->add_option(
+          "--metric", metric,
+          "what an error in a row costs, for Budgeted: a layer's output, by forward passes "
+          "alone, or the model's loss, by back-propagation")
+      ->check(CLI::IsMember({"loss", "output"}))
+      ->capture_default_str();
+  std::int64_t gradient_tokens = 40960;
+  calibrate
+      ->add_option("--gradient-tokens", gradient_tokens,
+                   "tokens of the text at most that gradients are of, in windows of 1024")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+
   bool pre_rope = false;
   CLI::Option* pre_rope_alone = calibrate->add_flag(
       "--pre-rope", pre_rope, "statistics of keys before their rotary embedding, and no others");
@@ -317,9 +333,16 @@ int main(int argc, char** argv) try {
                                " are one file, two needed");
     std::vector<lowrankkv::Rope> forms{pre_rope ? lowrankkv::Rope::pre : lowrankkv::Rope::post};
     if (!pre_rope_out.empty()) forms.push_back(lowrankkv::Rope::pre);
-    const llama::Calibration moments = llama::calibrate(
-        engine, llama::read_text(text), calibration_tokens,
-        calibration_window != 0 ? calibration_window : engine.model.config().max_positions, forms);
+    const bool of_loss = metric == "loss";
+    const std::string document = llama::read_text(text);
+    llama::Calibration moments = llama::calibrate(
+        engine, document, calibration_tokens,
+        calibration_window != 0 ? calibration_window : engine.model.config().max_positions, forms,
+        of_loss ? lowrankkv::calibrate::CodingMetric::loss
+                : lowrankkv::calibrate::CodingMetric::output);
+    if (of_loss)
+      llama::use_loss_metric(engine, document, std::min(gradient_tokens, calibration_tokens),
+                             std::min(1024, engine.model.config().max_positions - 1), moments);
     save(out, moments.of(forms.front()), file_stem(text));
     if (!pre_rope_out.empty()) save(pre_rope_out, moments.pre_rope, file_stem(text));
     return 0;

@@ -43,15 +43,52 @@ bool flag_of(const JsonValue& file, const char* field) {
   return file.has(field) && file.at(field).flag();
 }
 
-void check_architecture(const JsonValue& file) {
-  if (file.has("model_type") && file.at("model_type").text() != "llama")
-    file.at("model_type").fail("llama");
+// The families of models that the engine knows, by model_type and by the class in architectures.
+enum class Family { llama, mistral, qwen2 };
+struct FamilyNames {
+  Family family;
+  const char* model_type;
+  const char* architecture;
+};
+constexpr FamilyNames kFamilies[] = {{Family::llama, "llama", "LlamaForCausalLM"},
+                                     {Family::mistral, "mistral", "MistralForCausalLM"},
+                                     {Family::qwen2, "qwen2", "Qwen2ForCausalLM"}};
+
+Family family_of(const JsonValue& file) {
+  const auto find = [](const JsonValue& value, auto member) {
+    std::string known;
+    for (const FamilyNames& names : kFamilies) {
+      if (value.text() == names.*member) return names;
+      known.append(known.empty() ? "" : " or ").append(names.*member);
+    }
+    value.fail(known);
+  };
   const bool named = file.has("architectures") && file.at("architectures").size() > 0;
-  if (!named && !file.has("model_type")) file.at("model_type").fail("llama");
-  for (std::size_t i = 0; named && i < file.at("architectures").size(); ++i) {
-    const JsonValue entry = file.at("architectures").at(i);
-    if (entry.text() != "LlamaForCausalLM") entry.fail("LlamaForCausalLM");
+  if (!named || file.has("model_type")) {
+    const FamilyNames names = find(file.at("model_type"), &FamilyNames::model_type);
+    for (std::size_t i = 0; named && i < file.at("architectures").size(); ++i) {
+      const JsonValue entry = file.at("architectures").at(i);
+      if (entry.text() != names.architecture) entry.fail(names.architecture);
+    }
+    return names.family;
   }
+  const FamilyNames names = find(file.at("architectures").at(0), &FamilyNames::architecture);
+  for (std::size_t i = 1; i < file.at("architectures").size(); ++i) {
+    const JsonValue entry = file.at("architectures").at(i);
+    if (entry.text() != names.architecture) entry.fail(names.architecture);
+  }
+  return names.family;
+}
+
+// Attention that sees a window of the text only is not what this engine computes.
+void check_no_window(const JsonValue& file, Family family) {
+  if (family == Family::mistral && file.has("sliding_window"))
+    file.at("sliding_window").fail("null: attention to all tokens");
+  if (family == Family::qwen2 && flag_of(file, "use_sliding_window"))
+    file.at("use_sliding_window").fail("false: attention to all tokens");
+}
+
+void check_form(const JsonValue& file) {
   if (file.has("hidden_act") && file.at("hidden_act").text() != "silu")
     file.at("hidden_act").fail("silu");
   if (file.has("quantization_config"))
@@ -256,7 +293,9 @@ Config::Config(const std::string& path)
     : Config(JsonValue("config.json", read_json(path, "config.json"))) {}
 
 Config::Config(const JsonValue& file) {
-  check_architecture(file);
+  const Family family = family_of(file);
+  check_no_window(file, family);
+  check_form(file);
   hidden_size = count_of(file, "hidden_size", kMostFeatures);
   intermediate_size = count_of(file, "intermediate_size", kMostFeatures);
   num_layers = count_of(file, "num_hidden_layers", kMostFeatures);
@@ -287,7 +326,9 @@ Config::Config(const JsonValue& file) {
     max_positions = count_of(file, "max_position_embeddings", kMostIds);
   rms_norm_eps = file.at("rms_norm_eps").positive_f32();
   tied_head = flag_of(file, "tie_word_embeddings");
-  attention_bias = flag_of(file, "attention_bias");
+  // Qwen2's projections of queries, keys and values have biases, whatever its file says of others.
+  attention_bias = family == Family::qwen2 || flag_of(file, "attention_bias");
+  output_bias = family != Family::qwen2 && attention_bias;
   mlp_bias = flag_of(file, "mlp_bias");
   if (file.has("bos_token_id"))
     bos = static_cast<std::int32_t>(file.at("bos_token_id").integer(0, vocabulary_size - 1));
@@ -329,6 +370,9 @@ Model::Model(const std::string& folder, std::shared_ptr<lowrankkv::cpu::ThreadPo
   const auto attention = [&](const std::string& name, int in, int out) {
     return weights.linear(name, in, out, config_.attention_bias, "attention_bias");
   };
+  const auto output = [&](const std::string& name, int in, int out) {
+    return weights.linear(name, in, out, config_.output_bias, "attention_bias");
+  };
   const auto mlp = [&](const std::string& name, int in, int out) {
     return weights.linear(name, in, out, config_.mlp_bias, "mlp_bias");
   };
@@ -340,7 +384,7 @@ Model::Model(const std::string& folder, std::shared_ptr<lowrankkv::cpu::ThreadPo
     layer.query = attention(prefix + "self_attn.q_proj", hidden, query_width);
     layer.key = attention(prefix + "self_attn.k_proj", hidden, key_width);
     layer.value = attention(prefix + "self_attn.v_proj", hidden, key_width);
-    layer.output = attention(prefix + "self_attn.o_proj", query_width, hidden);
+    layer.output = output(prefix + "self_attn.o_proj", query_width, hidden);
     layer.gate = mlp(prefix + "mlp.gate_proj", hidden, config_.intermediate_size);
     layer.up = mlp(prefix + "mlp.up_proj", hidden, config_.intermediate_size);
     layer.down = mlp(prefix + "mlp.down_proj", config_.intermediate_size, hidden);
@@ -412,18 +456,9 @@ void Model::rotate(float* rows, std::int64_t tokens, int heads, const std::vecto
   });
 }
 
-std::vector<float> Model::forward(const std::vector<std::int32_t>& tokens, std::int64_t first,
-                                  const Attention& attention, const StreamObserver& observe) const {
-  const std::int64_t n = static_cast<std::int64_t>(tokens.size());
-  const int hidden = config_.hidden_size;
-  const int query_width = config_.num_qo_heads * config_.head_dim;
-  const int key_width = config_.num_kv_heads * config_.head_dim;
+std::pair<std::vector<float>, std::vector<float>> Model::angles(std::int64_t first,
+                                                                std::int64_t n) const {
   const int half = config_.head_dim / 2;
-  if (n == 0) throw std::runtime_error("forward: 0 tokens, at least 1 is expected");
-  if (first + n > config_.max_positions) {
-    throw std::runtime_error("forward: positions up to " + std::to_string(first + n) +
-                             ", the model has " + std::to_string(config_.max_positions));
-  }
   std::vector<float> cosines(static_cast<std::size_t>(n * half)), sines(cosines.size());
   for (std::int64_t token = 0; token < n; ++token) {
     for (int i = 0; i < half; ++i) {
@@ -433,20 +468,44 @@ std::vector<float> Model::forward(const std::vector<std::int32_t>& tokens, std::
       sines[static_cast<std::size_t>(token * half + i)] = static_cast<float>(std::sin(angle));
     }
   }
-  std::vector<float> x(static_cast<std::size_t>(n * hidden)), normed(x.size()), delta(x.size());
-  for (std::int64_t token = 0; token < n; ++token) {
-    const std::int32_t id = tokens[static_cast<std::size_t>(token)];
+  return {std::move(cosines), std::move(sines)};
+}
+
+std::vector<float> Model::embed(const std::vector<std::int32_t>& tokens) const {
+  const int hidden = config_.hidden_size;
+  std::vector<float> rows(tokens.size() * static_cast<std::size_t>(hidden));
+  for (std::size_t token = 0; token < tokens.size(); ++token) {
+    const std::int32_t id = tokens[token];
     if (id < 0 || id >= config_.vocabulary_size)
       throw std::runtime_error("forward: token id " + std::to_string(id) + ", vocabulary has " +
                                std::to_string(config_.vocabulary_size));
-    std::copy_n(embedding_.begin() + std::int64_t{id} * hidden, hidden, x.begin() + token * hidden);
+    std::copy_n(embedding_.begin() + std::int64_t{id} * hidden, hidden,
+                rows.begin() + static_cast<std::ptrdiff_t>(token) * hidden);
   }
+  return rows;
+}
+
+std::vector<float> Model::forward(const std::vector<std::int32_t>& tokens, std::int64_t first,
+                                  const Attention& attention, const StreamObserver& observe,
+                                  const StreamObserver& observe_input) const {
+  const std::int64_t n = static_cast<std::int64_t>(tokens.size());
+  const int hidden = config_.hidden_size;
+  const int query_width = config_.num_qo_heads * config_.head_dim;
+  const int key_width = config_.num_kv_heads * config_.head_dim;
+  if (n == 0) throw std::runtime_error("forward: 0 tokens, at least 1 is expected");
+  if (first + n > config_.max_positions) {
+    throw std::runtime_error("forward: positions up to " + std::to_string(first + n) +
+                             ", the model has " + std::to_string(config_.max_positions));
+  }
+  const auto [cosines, sines] = angles(first, n);
+  std::vector<float> x = embed(tokens), normed(x.size()), delta(x.size());
   std::vector<float> query(static_cast<std::size_t>(n * query_width)), attended(query.size());
   std::vector<float> key(static_cast<std::size_t>(n * key_width)), value(key.size());
   std::vector<float> pre_rope_key;
   std::vector<float> gate(static_cast<std::size_t>(n * config_.intermediate_size)), up(gate.size());
   for (int i = 0; i < config_.num_layers; ++i) {
     const Layer& layer = layers_[static_cast<std::size_t>(i)];
+    if (observe_input) observe_input(i, n, x.data());
     rms_norm(x.data(), n, hidden, layer.attention_norm, config_.rms_norm_eps, normed.data());
     apply(layer.query, normed.data(), n, query.data());
     apply(layer.key, normed.data(), n, key.data());
@@ -473,6 +532,7 @@ std::vector<float> Model::forward(const std::vector<std::int32_t>& tokens, std::
     Eigen::Map<Eigen::ArrayXf>(x.data(), n * hidden) +=
         Eigen::Map<const Eigen::ArrayXf>(delta.data(), n * hidden);
   }
+  if (observe_input) observe_input(config_.num_layers, n, x.data());
   rms_norm(x.data(), n, hidden, final_norm_, config_.rms_norm_eps, normed.data());
   return normed;
 }

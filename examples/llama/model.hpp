@@ -30,7 +30,8 @@ struct Config {
   int max_positions = 2048;
   float rms_norm_eps = 1e-5F;
   bool tied_head = false;       // the head is the embedding
-  bool attention_bias = false;  // of query, key, value and output projections
+  bool attention_bias = false;  // of query, key and value projections
+  bool output_bias = false;     // of the output projection
   bool mlp_bias = false;        // of gate, up and down projections
   std::int32_t bos = -1;        // none
   std::vector<std::int32_t> eos;
@@ -67,8 +68,22 @@ struct Projected {
 };
 /// The attention of one layer over some new tokens; writes out [n, num_qo_heads, head_dim].
 using Attention = std::function<void(int layer, const Projected& rows, float* out)>;
-/// The residual stream [n, hidden_size] of the tokens behind a layer's attention.
+/// The residual stream [n, hidden_size] of the tokens at some place in a layer.
 using StreamObserver = std::function<void(int layer, std::int64_t n, const float* rows)>;
+
+/// A layer's keys and values of a text, and the loss's gradient with respect to them, all dense
+/// [n, num_kv_heads, head_dim]; keys rotated to their positions, and as they were before.
+struct RowGradients {
+  Projected rows;
+  const float* key = nullptr;
+  const float* pre_rope_key = nullptr;
+  const float* value = nullptr;
+};
+/// Gets a layer's gradients; layers come from the last to the first.
+using GradientObserver = std::function<void(int layer, std::int64_t n, const RowGradients&)>;
+/// The label of the token behind row `row`, given the model's probabilities for it
+/// [vocabulary_size]; -1: the row has no part in the loss.
+using Labels = std::function<std::int32_t(std::int64_t row, const float* probabilities)>;
 
 /// A model in memory.
 class Model {
@@ -102,8 +117,17 @@ class Model {
   }
   /// Runs tokens at positions [first, first + tokens.size()) through the layers: the normalised
   /// hidden states [n, hidden_size].
+  /// `observe` gets the residual stream behind each layer's attention; `observe_input` the stream
+  /// that comes into each layer, and as layer num_layers the one that leaves the last.
   std::vector<float> forward(const std::vector<std::int32_t>& tokens, std::int64_t first,
-                             const Attention& attention, const StreamObserver& observe = {}) const;
+                             const Attention& attention, const StreamObserver& observe = {},
+                             const StreamObserver& observe_input = {}) const;
+  /// The loss of a text from position 0 on: the sum over its rows of -log probability of their
+  /// labels, in nats; and its gradient with respect to every key and value, by back-propagation
+  /// through all layers (backward.cpp). Softmax attention is exact. A product with every weight
+  /// costs three times as much as in forward(); memory: 6 rows of hidden_size a layer and token.
+  double loss_gradients(const std::vector<std::int32_t>& tokens, const Labels& labels,
+                        const GradientObserver& observe) const;
   /// Logits [n, vocabulary_size] of hidden rows [first_row, first_row + n).
   std::vector<float> logits(const std::vector<float>& hidden, std::int64_t first_row,
                             std::int64_t n) const;
@@ -114,6 +138,20 @@ class Model {
     Linear query, key, value, output, gate, up, down;
   };
   void apply(const Linear& linear, const float* in, std::int64_t rows, float* out) const;
+  /// out [rows, in_features] (+)= in [rows, out_features] weight.
+  void apply_transposed(const Linear& linear, const float* in, std::int64_t rows, float* out,
+                        bool add = false) const;
+  /// Cross-entropy of rows behind the last norm, and its gradient with respect to them, both
+  /// [n, hidden_size].
+  double head_gradient(const std::vector<float>& hidden, std::int64_t n, const Labels& labels,
+                       float* d_hidden) const;
+  /// d_x of x + mlp(norm(x)): on entry the gradient of the sum, on return that of x.
+  void add_mlp_gradient(const Layer& layer, const float* x, std::int64_t n, float* d_x) const;
+  /// The embedding's rows of tokens, [n, hidden_size].
+  std::vector<float> embed(const std::vector<std::int32_t>& tokens) const;
+  /// Cosines and sines of positions [first, first + n), each [n, head_dim / 2].
+  std::pair<std::vector<float>, std::vector<float>> angles(std::int64_t first,
+                                                           std::int64_t n) const;
   void rotate(float* rows, std::int64_t tokens, int heads, const std::vector<float>& cosines,
               const std::vector<float>& sines) const;
 

@@ -3,10 +3,13 @@
 #include "tokenizer.hpp"
 
 #include <pcre2.h>
+#include <utf8proc.h>
 
 #include <algorithm>
 #include <cctype>
 #include <cstdint>
+#include <cstdlib>
+#include <memory>
 #include <queue>
 #include <stdexcept>
 
@@ -195,6 +198,32 @@ void read_post_processor(const JsonValue& node, std::int32_t& bos) {
   if (!text_seen) single.fail("the text, a Sequence");
 }
 
+// Whether texts are brought to Unicode's normal form C; other normalizers are refused.
+bool composes(const JsonValue& normalizer) {
+  const std::string type = normalizer.at("type").text();
+  if (type == "Sequence") {
+    const JsonValue steps = normalizer.at("normalizers");
+    bool any = false;
+    for (std::size_t i = 0; i < steps.size(); ++i) any = composes(steps.at(i)) || any;
+    return any;
+  }
+  if (type != "NFC") normalizer.at("type").fail("NFC, or no normalizer");
+  return true;
+}
+
+std::string normal_form_c(std::string_view text) {
+  utf8proc_uint8_t* composed = nullptr;
+  const utf8proc_ssize_t size =
+      utf8proc_map(reinterpret_cast<const utf8proc_uint8_t*>(text.data()),
+                   static_cast<utf8proc_ssize_t>(text.size()), &composed,
+                   static_cast<utf8proc_option_t>(UTF8PROC_STABLE | UTF8PROC_COMPOSE));
+  if (size < 0)
+    throw std::runtime_error(std::string("tokenizer: a text cannot be normalised: ") +
+                             utf8proc_errmsg(size) + ", UTF-8 is expected");
+  const std::unique_ptr<utf8proc_uint8_t, decltype(&std::free)> owner(composed, &std::free);
+  return {reinterpret_cast<const char*>(composed), static_cast<std::size_t>(size)};
+}
+
 // Members of the file that are as if they were not there, or refused.
 void check_members(const JsonValue& file) {
   file.members({"version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer",
@@ -202,11 +231,6 @@ void check_members(const JsonValue& file) {
   if (file.has("version") && file.at("version").text() != "1.0") file.at("version").fail("1.0");
   for (const char* key : {"truncation", "padding"}) {
     if (file.has(key)) file.at(key).fail("null");
-  }
-  if (file.has("normalizer")) {
-    const JsonValue normalizer = file.at("normalizer");
-    if (normalizer.at("type").text() != "Sequence" || normalizer.at("normalizers").size() != 0)
-      normalizer.fail("null");
   }
   if (file.has("decoder")) {
     if (file.at("decoder").at("type").text() != "ByteLevel")
@@ -337,6 +361,7 @@ Tokenizer::Tokenizer(const std::string& path)
 
 Tokenizer::Tokenizer(const JsonValue& file) {
   check_members(file);
+  composes_ = file.has("normalizer") && composes(file.at("normalizer"));
   splits_ = Split::read(file.at("pre_tokenizer"));
   read_vocabulary(file.at("model"));
   read_added(file);
@@ -395,6 +420,8 @@ void Tokenizer::read_added(const JsonValue& file) {
     added.lstrip = flag("lstrip");
     added.rstrip = flag("rstrip");
     if (added.content.empty()) token.at("content").fail("a text that is not empty");
+    if (composes_ && flag("normalized") && normal_form_c(added.content) != added.content)
+      token.at("content").fail("a text in normal form C, as the normalizer makes");
     if (!contents.emplace(added.content, i).second)
       token.at("content").fail("a text that no other added token has");
     // A token of the vocabulary keeps its id, a new one gets the next: so tokenizers numbers them.
@@ -578,7 +605,9 @@ std::vector<std::int32_t> Tokenizer::encode(std::string_view text) const {
       ids.push_back(outer.id);
       continue;
     }
-    for (const Segment& inner : find_added(outer.text, finders_[1])) {
+    const std::string composed = composes_ ? normal_form_c(outer.text) : std::string();
+    const std::string_view plain = composes_ ? std::string_view(composed) : outer.text;
+    for (const Segment& inner : find_added(plain, finders_[1])) {
       if (inner.id >= 0)
         ids.push_back(inner.id);
       else

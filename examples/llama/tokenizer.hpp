@@ -67,6 +67,7 @@ class Tokenizer {
   std::unordered_map<std::uint64_t, std::pair<std::int32_t, std::int32_t>>
       merges_;  // pair -> (rank, merged id)
   bool ignore_merges_ = false;
+  bool composes_ = false;  // texts are brought to normal form C
   std::optional<std::int32_t> bos_;
 };
 

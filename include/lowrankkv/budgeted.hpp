@@ -8,6 +8,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <functional>
+#include <limits>
+#include <numeric>
 #include <span>
 #include <utility>
 #include <vector>
@@ -31,18 +34,20 @@ struct BudgetOptions {
   int sinks = 4;               ///< first tokens, at full rank; 0 to 16 serve equally well
   int recent = 32;             ///< last tokens, at full rank; fewer cost quality
   double outlier_share = 0.0;  ///< tokens with the largest error in the metric, at full rank
-  /// Bits that a channel may have besides 0. 8 is needed; 1 brings nothing.
-  std::vector<int> widths{2, 3, 4, 6, 8};
+  /// Bits that a channel may have besides 0. 8 is needed.
+  std::vector<int> widths{1, 2, 3, 4, 5, 6, 8};
   /// Number of consecutive channels that get the same bits. 32 for the Cuda backend, whose tiles
   /// pad to 32 channels (for_cuda()).
   int channels_together = 1;
-  float step_scale = 1.15F;      ///< TransformCode::step_scale
+  float step_scale = 1.0F;       ///< TransformCode::step_scale
   double metric_floor = 1e-3;    ///< smallest eigenvalue of a metric, relative to its mean
   DType full_type = DType::f16;  ///< of rows at full rank: CacheConfig::full_type
   int full_row_bits = 8;         ///< CacheConfig::full_row_bits; 8 serves as well as 16
   /// Page size of the pool. Small enough that partly filled pages waste little, large enough for
   /// wide rows.
   std::size_t page_bytes = 4096;
+  /// Sample rows of a head's part at which codes are fitted to them; with fewer, to a Gaussian.
+  static constexpr std::int64_t kFewestRows = 128;
   /// The cache chooses its page size: configure() leaves it 0. So the Cuda backend does, whose
   /// tiles have sizes of their own; page_bytes is then what the budget counts with.
   bool page_bytes_of_cache = false;
@@ -133,6 +138,105 @@ CodedPart coded_part(const Moments& rows, const linalg::MatrixIn<Real>& metric, 
   return part;
 }
 
+/// What each width costs the channels of a part, measured on sample rows in its principal axes.
+struct WidthErrors {
+  /// [channels, widths + 1]: mean squared error without bits, then at each width, in the metric.
+  Eigen::MatrixXd errors;
+  /// [channels, widths + 1]: the step with the smallest error, relative to gaussian_step(width).
+  Eigen::MatrixXf steps;
+};
+
+/// Coefficients of sample rows [n, head_dim] in a part's principal axes, [n, channels].
+template <class Real = double>
+Eigen::MatrixXf sample_coefficients(const CodedPart& part, const RowSample& rows) {
+  using Rows = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+  const Eigen::Map<const Rows> sample(rows.values().data(), rows.size(), part.mean.size());
+  const Eigen::MatrixX<Real> root = part.metric.root, axes = root * part.spectrum.vectors;
+  const Eigen::RowVectorX<Real> centre = part.mean.transpose() * axes;
+  Eigen::MatrixXf coefficients = (sample.template cast<Real>() * axes).template cast<float>();
+  coefficients.rowwise() -= centre.template cast<float>();
+  return coefficients;
+}
+
+/// Measures the errors of uniform mid-rise levels on coefficients. Each row is coded with its gain,
+/// as TransformCode has it, of the channels that have bits now. Rows count relative to their gains:
+/// in absolute units a few large rows would decide, and what fits them does not fit others.
+/// @param rms   the steps' unit: root of the spectrum
+/// @param bits  of every channel, from an earlier allocation
+/// @param own_steps  of every channel at those bits, relative to gaussian_step()
+template <class Real = double>
+WidthErrors measure_widths(const Eigen::MatrixXf& coefficients, const Eigen::VectorXf& rms,
+                           std::span<const std::uint8_t> bits, std::span<const float> own_steps,
+                           std::span<const int> widths) {
+  constexpr float scales[] = {0.6F, 0.75F, 0.9F, 1.0F, 1.15F, 1.3F, 1.5F, 1.8F, 2.2F, 2.8F};
+  const Eigen::Index channels = coefficients.cols();
+  const Eigen::Index columns = static_cast<Eigen::Index>(widths.size()) + 1;
+  WidthErrors result{Eigen::MatrixX<Real>(channels, columns),
+                     Eigen::MatrixXf::Ones(channels, columns)};
+  Eigen::ArrayXf gains = Eigen::ArrayXf::Zero(coefficients.rows());
+  float coded = 0.0F;
+  for (Eigen::Index channel = 0; channel < channels; ++channel) {
+    if (bits[static_cast<std::size_t>(channel)] == 0) continue;
+    const float unit = rms[channel] * own_steps[static_cast<std::size_t>(channel)];
+    gains += (coefficients.col(channel).array() / unit).square();
+    coded += 1.0F;
+  }
+  if (coded > 0.0F)
+    gains = (gains / coded).sqrt().max(1e-3F);
+  else
+    gains.setOnes();
+  for (Eigen::Index channel = 0; channel < channels; ++channel) {
+    const Eigen::ArrayXf own = coefficients.col(channel).array() / (gains * rms[channel]);
+    const double variance = std::pow(static_cast<double>(rms[channel]), 2);
+    const double energy = (std::max)(static_cast<double>(own.square().mean()), 1e-30);
+    result.errors(channel, 0) = variance;
+    for (Eigen::Index column = 1; column < columns; ++column) {
+      const int width = widths[static_cast<std::size_t>(column) - 1];
+      const float top = std::ldexp(1.0F, width - 1) - 0.5F;
+      double best = std::numeric_limits<double>::infinity();
+      for (const float scale : scales) {
+        const float step = gaussian_step(width) * scale;
+        const double error = static_cast<double>(
+            (((own / step).floor() + 0.5F).max(-top).min(top) * step - own).square().mean());
+        if (error >= best) continue;
+        best = error;
+        result.steps(channel, column) = scale;
+      }
+      result.errors(channel, column) = variance * best / energy;
+    }
+  }
+  return result;
+}
+
+/// The steps of every channel at its bits. A row's gain is relative to them, so that only their
+/// ratios count: the mean of their inverse squares, over channels with bits, is made 1.
+/// @param steps  WidthErrors::steps
+inline std::vector<float> steps_at(const Eigen::MatrixXf& steps, std::span<const std::uint8_t> bits,
+                                   std::span<const int> widths) {
+  std::vector<float> own;
+  double inverse_squares = 0.0, coded = 0.0;
+  for (std::size_t channel = 0; channel < bits.size(); ++channel) {
+    const auto width = std::find(widths.begin(), widths.end(), static_cast<int>(bits[channel]));
+    const Eigen::Index column = bits[channel] == 0 ? 0 : 1 + (width - widths.begin());
+    own.push_back(steps(static_cast<Eigen::Index>(channel), column));
+    if (bits[channel] == 0) continue;
+    inverse_squares += 1.0 / (static_cast<double>(own.back()) * static_cast<double>(own.back()));
+    coded += 1.0;
+  }
+  if (coded > 0.0) {
+    for (float& step : own) step *= static_cast<float>(std::sqrt(inverse_squares / coded));
+  }
+  return own;
+}
+
+/// The root mean square of every channel of a part; never 0.
+template <class Real = double>
+Eigen::VectorXf channel_rms(const CodedPart& part) {
+  const Eigen::VectorX<Real>& values = part.spectrum.values;
+  const double least = 1e-12 * (values[0] > 0.0 ? values[0] : 1.0);
+  return values.cwiseMax(least).cwiseSqrt().template cast<float>().cwiseMax(1e-20F);
+}
+
 /// The maps of one part for its bits: [down, up, metric, inverse, mean, rms]. Channels without bits
 /// are left out, but at least one channel is kept.
 struct CodedMaps {
@@ -148,23 +252,32 @@ inline int coded_channels(const std::vector<std::uint8_t>& bits) {
       std::count_if(bits.begin(), bits.end(), [](std::uint8_t width) { return width > 0; })));
 }
 
+/// @param steps  of every channel, relative to the step that the quantizer gives a Gaussian
 template <class Real = double>
-CodedMaps coded_maps(const CodedPart& part, const std::vector<std::uint8_t>& bits) {
+CodedMaps coded_maps(const CodedPart& part, const std::vector<std::uint8_t>& bits,
+                     const std::vector<float>& steps) {
   CodedMaps maps;
   maps.rank = coded_channels(bits);
-  maps.bits.assign(bits.begin(), bits.begin() + maps.rank);
+  // The quantizer's layout wants bits that do not increase.
+  std::vector<std::size_t> order(bits.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::size_t a, std::size_t b) { return bits[a] > bits[b]; });
   const Eigen::MatrixX<Real>& vectors = part.spectrum.vectors;
-  const Eigen::MatrixX<Real> axes = vectors.leftCols(maps.rank);
+  const Eigen::VectorXf rms = channel_rms(part);
+  Eigen::MatrixX<Real> axes(vectors.rows(), maps.rank);
+  for (int channel = 0; channel < maps.rank; ++channel) {
+    const std::size_t from = order[static_cast<std::size_t>(channel)];
+    axes.col(channel) = vectors.col(static_cast<Eigen::Index>(from));
+    maps.bits.push_back(bits[from]);
+    maps.rms.push_back(rms[static_cast<Eigen::Index>(from)] * steps[from]);
+  }
   const Eigen::MatrixX<Real>&root = part.metric.root, &inverse = part.metric.inverse;
   maps.down = linalg::to_row_major(root * axes);
   maps.up = linalg::to_row_major(inverse * axes);
   maps.metric = linalg::to_row_major(part.metric.root);
   maps.inverse = linalg::to_row_major(part.metric.inverse);
   maps.mean = linalg::to_row_major(part.mean);
-  const double least = 1e-12 * (part.spectrum.values[0] > 0.0 ? part.spectrum.values[0] : 1.0);
-  for (int channel = 0; channel < maps.rank; ++channel)
-    maps.rms.push_back((std::max)(
-        1e-20F, static_cast<float>(std::sqrt((std::max)(part.spectrum.values[channel], least)))));
   return maps;
 }
 
@@ -229,8 +342,10 @@ inline std::int64_t BudgetedModel::bytes_at(std::int64_t tokens, std::int64_t wa
 /// @brief Computes bases, bits and policies for one byte budget over a whole model.
 ///
 /// The bases are the principal axes of the centred rows in the metrics of CodingStatistics. Bits
-/// come from reverse water-filling over all layers, heads, keys and values at once. An error in a
-/// layer counts as its share of the residual stream there (CodingStatistics::stream_square()).
+/// come from reverse water-filling over all layers, heads, keys and values at once. Where
+/// calibration has sample rows, the error of each width is measured on them, channel by channel,
+/// and steps are fitted; else channels count as Gaussian. An error in a layer counts as its share
+/// of the residual stream there (CodingStatistics::stream_square()).
 /// @param layers  calibration of every layer, of which LayerMoments::coding() is used. Without
 ///   residual streams (an engine that provides only queries, keys and values), errors count in
 ///   absolute units. Where the stream grows from layer to layer, as in most models, the first
@@ -239,14 +354,14 @@ inline std::int64_t BudgetedModel::bytes_at(std::int64_t tokens, std::int64_t wa
 /// layer has no coding statistics, or if only some layers have their residual stream; ShapeError if
 /// there is no layer
 ///
-/// Cost: four eigendecompositions of head_dim per layer and head.
+/// Cost: four eigendecompositions of head_dim per layer and head, and widths x 10 x head_dim levels
+/// a sample row.
 template <class Real = double>
 BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions& options) {
   if (layers.empty())
     ::lowrankkv::detail::fail<ShapeError>("budgeted: num_layers 0, at least 1 needed");
   const CacheShape& shape = layers.front().shape();
   std::vector<detail::CodedPart> parts;  // by layer, then head: keys, values
-  std::vector<Eigen::VectorX<Real>> energies;
   for (const LayerMoments& moments : layers) {
     const CodingStatistics& layer = moments.coding();
     if (!(layer.num_queries() > 0.0)) {
@@ -270,33 +385,60 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
                                           " layers know their residual stream, all or none "
                                           "expected (CodingStatistics::add_residual_stream)");
   }
+  std::vector<Eigen::MatrixX<Real>> errors;  // of channels that are Gaussian
   for (const detail::CodedPart& part : parts) {
     const Eigen::VectorX<Real>& values = part.spectrum.values;
-    energies.push_back(part.unit * values);
+    errors.push_back(gaussian_errors<Real>(part.unit * values, options.widths));
   }
   // Bytes are a step function of the bits because of pages, slack and full rows. Bisect for the
   // largest budget of bits whose bytes fit.
   const double plain = 2.0 * 2.0 * shape.head_dim * shape.num_kv_heads *
                        static_cast<double>(layers.size());  // f16 K and V of a token
   const double limit = options.ratio * plain * static_cast<double>(options.context);
-  std::vector<std::vector<std::uint8_t>> bits =
-      allocate_bits(energies, 0.0, options.widths, options.channels_together);
-  const double least = static_cast<double>(budgeted_bytes(shape, bits, options));
+  const auto bytes_of = [&](std::vector<std::vector<std::uint8_t>> bits) {
+    for (std::vector<std::uint8_t>& own : bits) std::sort(own.begin(), own.end(), std::greater<>());
+    return static_cast<double>(budgeted_bytes(shape, bits, options));
+  };
+  const double least =
+      bytes_of(allocate_by_errors(errors, 0.0, options.widths, options.channels_together));
   if (least > limit)
     ::lowrankkv::detail::fail<ValueError>("budget: ratio ", options.ratio, " at ", options.context,
                                           " tokens, rows at full rank and pages alone need ",
                                           least / plain / static_cast<double>(options.context));
-  double low = 0.0, high = 8.0 * 2.0 * shape.head_dim * shape.num_kv_heads *
-                           static_cast<double>(layers.size());
-  for (int step = 0; step < 24; ++step) {
-    const double middle = 0.5 * (low + high);
-    std::vector<std::vector<std::uint8_t>> trial =
-        allocate_bits(energies, middle, options.widths, options.channels_together);
-    if (static_cast<double>(budgeted_bytes(shape, trial, options)) <= limit) {
-      low = middle;
-      bits = std::move(trial);
-    } else {
-      high = middle;
+  const auto allocate = [&] {
+    double low = 0.0, high = 8.0 * 2.0 * shape.head_dim * shape.num_kv_heads *
+                             static_cast<double>(layers.size());
+    for (int step = 0; step < 24; ++step) {
+      const double middle = 0.5 * (low + high);
+      const bool fits = bytes_of(allocate_by_errors(errors, middle, options.widths,
+                                                    options.channels_together)) <= limit;
+      (fits ? low : high) = middle;
+    }
+    return allocate_by_errors(errors, low, options.widths, options.channels_together);
+  };
+  std::vector<std::vector<std::uint8_t>> bits = allocate();
+  // Then by the errors that each width leaves in sample rows. Gains depend on bits and steps, so
+  // that a second and a third round fit better.
+  std::vector<std::vector<float>> steps(
+      parts.size(), std::vector<float>(static_cast<std::size_t>(shape.head_dim), 1.0F));
+  for (int round = 0; round < 3; ++round) {
+    std::vector<Eigen::MatrixXf> steps_of_widths(parts.size());
+    for (std::size_t part = 0; part < parts.size(); ++part) {
+      const std::size_t layer = part / 2 / static_cast<std::size_t>(shape.num_kv_heads);
+      const CodingHead& head =
+          layers[layer].coding().head(static_cast<int>(part / 2) % shape.num_kv_heads);
+      const RowSample& sample = part % 2 == 0 ? head.key_sample : head.value_sample;
+      if (sample.size() < BudgetOptions::kFewestRows) continue;
+      detail::WidthErrors measured = detail::measure_widths(
+          detail::sample_coefficients(parts[part], sample), detail::channel_rms(parts[part]),
+          bits[part], steps[part], options.widths);
+      errors[part] = parts[part].unit * measured.errors;
+      steps_of_widths[part] = std::move(measured.steps);
+    }
+    bits = allocate();
+    for (std::size_t part = 0; part < parts.size(); ++part) {
+      if (steps_of_widths[part].size() > 0)
+        steps[part] = detail::steps_at(steps_of_widths[part], bits[part], options.widths);
     }
   }
 
@@ -307,8 +449,9 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
   for (std::size_t layer = 0; layer < layers.size(); ++layer) {
     LayerBasis& basis = model.bases.emplace_back();
     for (int index = 0; index < shape.num_kv_heads; ++index, part += 2) {
-      detail::CodedMaps key = detail::coded_maps(parts[part], bits[part]);
-      detail::CodedMaps value = detail::coded_maps(parts[part + 1], bits[part + 1]);
+      detail::CodedMaps key = detail::coded_maps(parts[part], bits[part], steps[part]);
+      detail::CodedMaps value =
+          detail::coded_maps(parts[part + 1], bits[part + 1], steps[part + 1]);
       HeadBasis head;
       head.key_rank = key.rank;
       head.key_down = std::move(key.down);

@@ -16,6 +16,44 @@ namespace allocate_bits_tests {
 using namespace lowrankkv;
 using Eigen::VectorXd;
 
+TEST_CASE("more bits never leave a larger error, whatever the errors of widths are") {
+  std::mt19937_64 random(3);
+  std::uniform_real_distribution<double> uniform;
+  const std::vector<int> widths{1, 2, 3, 5, 8};
+  for (int trial = 0; trial < 20; ++trial) {
+    std::vector<Eigen::MatrixXd> errors;
+    for (int spectrum = 0; spectrum < 3; ++spectrum)
+      errors.push_back(Eigen::MatrixXd::NullaryExpr(
+          7, 6, [&] { return std::exp(6.0 * uniform(random)); }));  // not even falling
+    const int together = 1 + trial % 3;
+    double last = std::numeric_limits<double>::infinity();
+    for (int budget = 0; budget <= 190; budget += 3) {
+      const auto bits = calibrate::allocate_by_errors(errors, budget, widths, together);
+      double error = 0.0;
+      int used = 0;
+      for (std::size_t spectrum = 0; spectrum < 3; ++spectrum) {
+        for (std::size_t channel = 0; channel < 7; ++channel) {
+          const auto width = std::find(widths.begin(), widths.end(), bits[spectrum][channel]);
+          const auto column = bits[spectrum][channel] == 0 ? 0 : 1 + (width - widths.begin());
+          error += errors[spectrum](static_cast<Eigen::Index>(channel), column);
+          used += bits[spectrum][channel];
+        }
+      }
+      REQUIRE(used <= budget);
+      REQUIRE(error <= last * (1.0 + 1e-12));
+      last = error;
+    }
+    // With all bits, every channel has the width with the smallest error.
+    if (together > 1) continue;
+    double least = 0.0;
+    for (const Eigen::MatrixXd& own : errors) least += own.rowwise().minCoeff().sum();
+    CHECK(last == doctest::Approx(least));
+  }
+  CHECK_THROWS_WITH_AS(calibrate::allocate_by_errors(
+                           std::vector<Eigen::MatrixXd>{Eigen::MatrixXd::Ones(2, 4)}, 9.0, widths),
+                       "allocate_bits: spectrum 0 has errors of 4 widths, expected 6", ShapeError);
+}
+
 TEST_CASE("bits: no other allocation of at most as many loses less") {
   std::mt19937_64 random(2);
   const std::vector<int> widths{2, 3, 4, 6, 8};

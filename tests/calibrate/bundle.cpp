@@ -50,6 +50,42 @@ TEST_CASE("a bundle gives back everything that calibration knows") {
   }
 }
 
+TEST_CASE("a bundle knows what its metrics measure, and earlier ones are read") {
+  std::mt19937_64 random(6);
+  const CacheShape shape{4, 2, 16};
+  auto model = random_model(random, shape, 2, 120);
+  const std::string path = "coding_metric_bundle.safetensors";
+  const auto reread = [&](const io::SafetensorsWriter& writer) {
+    writer.write(path);
+    auto loaded = calibrate::load_moments(path, shape, 2);
+    std::remove(path.c_str());
+    return loaded;
+  };
+  const auto same = reread(calibrate::write_moments(model));
+  CHECK(same[0].coding().metric() == calibrate::CodingMetric::output);
+  CHECK(same[1].coding().head(1).key_sample.values() ==
+        model[1].coding().head(1).key_sample.values());
+  CHECK(same[1].coding().head(1).key_sample.size() > 0);
+  auto writer = calibrate::write_moments(model);
+  writer.set_metadata("version", "4");
+  const auto earlier = reread(writer);
+  CHECK(earlier[1].coding().head(1).key_sample.size() == 0);
+  CHECK(earlier[1].coding().error_scale() == model[1].coding().error_scale());
+  model[0].coding().set_metric(calibrate::CodingMetric::loss);
+  CHECK_THROWS_WITH_AS(calibrate::write_moments(model),
+                       "calibration bundle: the metric of the first layer is of the loss, of "
+                       "another of the output",
+                       ShapeError);
+  model[1].coding().set_metric(calibrate::CodingMetric::loss);
+  writer = calibrate::write_moments(model);
+  CHECK(reread(writer)[1].coding().metric() == calibrate::CodingMetric::loss);
+  writer.set_metadata("coded_metric", "other");
+  CHECK_THROWS_WITH_AS(reread(writer),
+                       "calibration bundle: coded_metric other, expected output or loss",
+                       FormatError);
+  std::remove(path.c_str());
+}
+
 TEST_CASE("a calibration bundle knows the form of its keys") {
   const CacheShape shape{2, 1, 8};
   std::mt19937_64 random(9);

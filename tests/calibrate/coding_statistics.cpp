@@ -215,4 +215,46 @@ TEST_CASE("statistics of both forms of the keys in one pass are those of two pas
           "expected");
 }
 
+TEST_CASE("metrics of the loss are the second moments of gradients") {
+  std::mt19937_64 random(11);
+  constexpr int dim = 8, n = 50, exempt = 3;
+  const CacheShape shape{4, 2, dim};
+  const auto k = gaussian_rows(random, n * 2 * dim), v = gaussian_rows(random, n * 2 * dim),
+             dk = gaussian_rows(random, n * 2 * dim), dv = gaussian_rows(random, n * 2 * dim);
+  const KeyView key(k.data(), n, 2, dim), key_gradient(dk.data(), n, 2, dim);
+  const ValueView value(v.data(), n, 2, dim), value_gradient(dv.data(), n, 2, dim);
+  calibrate::CodingStatistics statistics(shape, {}, exempt);
+  statistics.add_gradients(key, value, key_gradient, value_gradient);
+  CHECK(statistics.metric() == calibrate::CodingMetric::loss);
+  CHECK(statistics.error_scale() == n - exempt);
+  for (int head = 0; head < 2; ++head) {
+    const calibrate::CodingHead& own = statistics.head(head);
+    CHECK(own.key.count == n - exempt);
+    CHECK(own.value_sample.size() == n - exempt);
+    const auto check = [&](const std::vector<float>& gradients, const MatrixXd& metric) {
+      MatrixXd expected = MatrixXd::Zero(dim, dim);
+      for (int token = exempt; token < n; ++token) {
+        VectorXd row(dim);
+        for (int i = 0; i < dim; ++i)
+          row[i] = static_cast<double>(
+              gradients[static_cast<std::size_t>((token * 2 + head) * dim + i)]);
+        expected += row * row.transpose();
+      }
+      CHECK((metric - expected).norm() < 1e-5 * expected.norm());
+    };
+    check(dk, own.key_metric);
+    check(dv, own.value_metric);
+  }
+  // The two kinds of metric have different units.
+  const auto q = gaussian_rows(random, n * 4 * dim);
+  const double before = statistics.head(0).key.count;
+  CHECK_THROWS_WITH_AS(statistics.add({q.data(), n, 4, dim}, key, value, n / 2),
+                       "coding statistics: rows with a metric of the output added to those of the "
+                       "loss",
+                       ValueError);
+  CHECK(statistics.head(0).key.count == before);
+  CHECK_THROWS_AS(statistics.add_gradients(key, value, key_gradient, {dv.data(), n - 1, 2, dim}),
+                  ShapeError);
+}
+
 }  // namespace coding_statistics_tests

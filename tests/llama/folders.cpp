@@ -15,146 +15,13 @@
 #include "kv_store.hpp"
 #include "lowrankkv/io/safetensors.hpp"
 #include "model.hpp"
+#include "tiny_model.hpp"
 #include "tokenizer.hpp"
 
 using namespace llama;
+using namespace tiny;
 
 namespace {
-
-using Matrix = Eigen::MatrixXd;
-
-const std::string kFirst = "model-00001-of-00002.safetensors";
-const std::string kSecond = "model-00002-of-00002.safetensors";
-const std::string kIndex = "model.safetensors.index.json";
-
-/// A random model of hidden size 24, 2 layers, 4 query heads, 2 KV heads of 6 channels, 40 tokens.
-struct TinyModel {
-  explicit TinyModel(bool separate_head) {
-    std::mt19937 random(5);
-    const auto tensor = [&](const std::string& name, std::vector<std::int64_t> shape,
-                            double scale) {
-      std::normal_distribution<double> normal(0.0, scale);
-      std::int64_t count = 1;
-      for (const auto extent : shape) count *= extent;
-      std::vector<float> values;
-      for (std::int64_t i = 0; i < count; ++i) values.push_back(static_cast<float>(normal(random)));
-      weights[name] = {shape, values};
-    };
-    tensor("model.embed_tokens.weight", {40, 24}, 1.0);
-    tensor("model.norm.weight", {24}, 1.0);
-    if (separate_head) tensor("lm_head.weight", {40, 24}, 0.3);
-    for (int i = 0; i < 2; ++i) {
-      const std::string prefix = "model.layers." + std::to_string(i) + ".";
-      tensor(prefix + "input_layernorm.weight", {24}, 1.0);
-      tensor(prefix + "post_attention_layernorm.weight", {24}, 1.0);
-      tensor(prefix + "self_attn.q_proj.weight", {24, 24}, 0.3);
-      tensor(prefix + "self_attn.q_proj.bias", {24}, 0.3);
-      tensor(prefix + "self_attn.k_proj.weight", {12, 24}, 0.3);
-      tensor(prefix + "self_attn.k_proj.bias", {12}, 0.3);
-      tensor(prefix + "self_attn.v_proj.weight", {12, 24}, 0.3);
-      tensor(prefix + "self_attn.v_proj.bias", {12}, 0.3);
-      tensor(prefix + "self_attn.o_proj.weight", {24, 24}, 0.3);
-      tensor(prefix + "self_attn.o_proj.bias", {24}, 0.3);
-      tensor(prefix + "mlp.gate_proj.weight", {30, 24}, 0.3);
-      tensor(prefix + "mlp.up_proj.weight", {30, 24}, 0.3);
-      tensor(prefix + "mlp.down_proj.weight", {24, 30}, 0.3);
-    }
-  }
-  void write(const std::string& folder, const std::string& config) const {
-    std::filesystem::create_directories(folder);
-    std::ofstream(folder + "/config.json") << config;
-    lowrankkv::io::SafetensorsWriter files[2];
-    int next = 0;
-    nlohmann::json map = nlohmann::json::object();
-    for (const auto& [name, tensor] : weights) {
-      map[name] = next % 2 == 0 ? kFirst : kSecond;
-      files[next++ % 2].add(name, tensor.first, tensor.second);
-    }
-    files[0].write(folder + "/" + kFirst);
-    files[1].write(folder + "/" + kSecond);
-    std::ofstream(folder + "/" + kIndex) << nlohmann::json{{"weight_map", map}}.dump();
-  }
-  /// All weights in one file.
-  void write_single(const std::string& path) const {
-    lowrankkv::io::SafetensorsWriter file;
-    for (const auto& [name, tensor] : weights) file.add(name, tensor.first, tensor.second);
-    file.write(path);
-  }
-  Matrix matrix(const std::string& name) const {
-    const auto& [shape, values] = weights.at(name);
-    Matrix m(shape[0], shape.size() > 1 ? shape[1] : 1);
-    for (Eigen::Index i = 0; i < m.rows(); ++i) {
-      for (Eigen::Index j = 0; j < m.cols(); ++j)
-        m(i, j) = values[static_cast<std::size_t>(i * m.cols() + j)];
-    }
-    return m;
-  }
-  /// The forward pass as the architecture defines it, in f64: logits [n, 40].
-  Matrix forward(const std::vector<std::int32_t>& ids,
-                 const std::vector<double>& frequencies) const {
-    const Eigen::Index n = static_cast<Eigen::Index>(ids.size());
-    Matrix x(n, 24);
-    for (Eigen::Index t = 0; t < n; ++t)
-      x.row(t) = matrix("model.embed_tokens.weight").row(ids[static_cast<std::size_t>(t)]);
-    const auto norm = [](const Matrix& in, const Matrix& weight) {
-      Matrix out = in;
-      for (Eigen::Index t = 0; t < in.rows(); ++t)
-        out.row(t) = in.row(t) / std::sqrt(in.row(t).squaredNorm() / 24.0 + 1e-5) *
-                     weight.col(0).asDiagonal();
-      return out;
-    };
-    for (int i = 0; i < 2; ++i) {
-      const std::string prefix = "model.layers." + std::to_string(i) + ".";
-      const Matrix h = norm(x, matrix(prefix + "input_layernorm.weight"));
-      Matrix q = h * matrix(prefix + "self_attn.q_proj.weight").transpose();
-      q.rowwise() += matrix(prefix + "self_attn.q_proj.bias").col(0).transpose();
-      Matrix k = h * matrix(prefix + "self_attn.k_proj.weight").transpose();
-      k.rowwise() += matrix(prefix + "self_attn.k_proj.bias").col(0).transpose();
-      Matrix v = h * matrix(prefix + "self_attn.v_proj.weight").transpose();
-      v.rowwise() += matrix(prefix + "self_attn.v_proj.bias").col(0).transpose();
-      const auto rotate = [&](Matrix& rows, int heads) {
-        for (Eigen::Index t = 0; t < n; ++t) {
-          for (int head = 0; head < heads; ++head) {
-            for (int c = 0; c < 3; ++c) {
-              const double angle =
-                  frequencies[static_cast<std::size_t>(c)] * static_cast<double>(t);
-              const double a = rows(t, head * 6 + c), b = rows(t, head * 6 + c + 3);
-              rows(t, head * 6 + c) = a * std::cos(angle) - b * std::sin(angle);
-              rows(t, head * 6 + c + 3) = b * std::cos(angle) + a * std::sin(angle);
-            }
-          }
-        }
-      };
-      rotate(q, 4);
-      rotate(k, 2);
-      Matrix attended = Matrix::Zero(n, 24);
-      for (int head = 0; head < 4; ++head) {
-        for (Eigen::Index t = 0; t < n; ++t) {
-          Eigen::VectorXd logits = k.block(0, head / 2 * 6, t + 1, 6) *
-                                   q.block(t, head * 6, 1, 6).transpose() / std::sqrt(6.0);
-          logits = (logits.array() - logits.maxCoeff()).exp();
-          attended.block(t, head * 6, 1, 6) =
-              (logits / logits.sum()).transpose() * v.block(0, head / 2 * 6, t + 1, 6);
-        }
-      }
-      x += attended * matrix(prefix + "self_attn.o_proj.weight").transpose();
-      x.rowwise() += matrix(prefix + "self_attn.o_proj.bias").col(0).transpose();
-      const Matrix m = norm(x, matrix(prefix + "post_attention_layernorm.weight"));
-      const Matrix gate = m * matrix(prefix + "mlp.gate_proj.weight").transpose();
-      const Matrix up = m * matrix(prefix + "mlp.up_proj.weight").transpose();
-      x += (gate.array() / (1.0 + (-gate.array()).exp()) * up.array()).matrix() *
-           matrix(prefix + "mlp.down_proj.weight").transpose();
-    }
-    const bool separate = weights.count("lm_head.weight") != 0;
-    return norm(x, matrix("model.norm.weight")) *
-           matrix(separate ? "lm_head.weight" : "model.embed_tokens.weight").transpose();
-  }
-  std::map<std::string, std::pair<std::vector<std::int64_t>, std::vector<float>>> weights;
-};
-
-const std::string kConfig =
-    R"({"model_type": "llama", "hidden_size": 24, "intermediate_size": 30, "num_hidden_layers": 2, "num_attention_heads": 4,
- "num_key_value_heads": 2, "vocab_size": 40, "rope_theta": 100.0, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "attention_bias": true)";
 
 std::string error_of(const std::string& folder) {
   try {
@@ -211,6 +78,41 @@ TEST_CASE(
   }
 }
 
+TEST_CASE("the families differ in their biases") {
+  const std::vector<std::int32_t> ids{1, 17, 3, 3, 29, 8, 39, 0, 11, 21, 5, 14};
+  const std::vector<double> frequencies{1.0, std::pow(100.0, -1.0 / 3.0),
+                                        std::pow(100.0, -2.0 / 3.0)};
+  for (const std::string family : {"llama", "mistral", "qwen2"}) {
+    CAPTURE(family);
+    TinyModel tiny(true);
+    for (const char* name : {"q_proj", "k_proj", "v_proj", "o_proj"}) {
+      for (int i = 0; i < 2; ++i) {
+        if (family != "qwen2" || name[0] == 'o')
+          tiny.weights.erase("model.layers." + std::to_string(i) + ".self_attn." + name + ".bias");
+      }
+    }
+    std::string config = kConfig.substr(0, kConfig.rfind(','));  // nothing about biases
+    config.replace(config.find("llama"), 5, family);
+    const std::string folder = "tiny_family_test";
+    tiny.write(folder, config + "}");
+    const Model model(folder, std::make_shared<lowrankkv::cpu::ThreadPool>(1));
+    const auto store = make_store({.method = "FullKV", .storage = lowrankkv::DType::f32},
+                                  model.config(), 16, {}, model.threads());
+    store->create(0);
+    const auto hidden = model.forward(ids, 0, [&](int layer, const Projected& rows, float* out) {
+      store->prefill(layer, 0, 12, rows, out);
+    });
+    const auto logits = model.logits(hidden, 0, 12);
+    const Matrix expected = tiny.forward(ids, frequencies);
+    for (int t = 0; t < 12; ++t) {
+      for (int id = 0; id < 40; ++id)
+        CHECK(std::abs(logits[static_cast<std::size_t>(t * 40 + id)] - expected(t, id)) <
+              1e-4 * (1.0 + std::abs(expected(t, id))));
+    }
+    std::filesystem::remove_all(folder);
+  }
+}
+
 TEST_CASE("folders that cannot be used say why") {
   const TinyModel tiny(true);
   const std::string folder = "wrong_model_test";
@@ -241,9 +143,16 @@ TEST_CASE("folders that cannot be used say why") {
     return error_of(folder);
   };
   CHECK(whole(R"({"model_type": "gpt2"})") ==
-        "config.json: model_type is \"gpt2\", expected llama");
+        "config.json: model_type is \"gpt2\", expected llama or mistral or qwen2");
   CHECK(whole(R"({"architectures": ["Qwen3ForCausalLM"]})") ==
-        "config.json: architectures[0] is \"Qwen3ForCausalLM\", expected LlamaForCausalLM");
+        "config.json: architectures[0] is \"Qwen3ForCausalLM\", expected LlamaForCausalLM or "
+        "MistralForCausalLM or Qwen2ForCausalLM");
+  CHECK(whole(R"({"model_type": "qwen2", "use_sliding_window": true})") ==
+        "config.json: use_sliding_window is true, expected false: attention to all tokens");
+  CHECK(whole(R"({"model_type": "mistral", "sliding_window": 4096})") ==
+        "config.json: sliding_window is 4096, expected null: attention to all tokens");
+  CHECK(whole(R"({"model_type": "qwen2", "architectures": ["LlamaForCausalLM"]})") ==
+        "config.json: architectures[0] is \"LlamaForCausalLM\", expected Qwen2ForCausalLM");
   CHECK(whole("{}") == "config.json: model_type is missing, it must be there");
   CHECK(whole("[]") == "config.json: the file is [], expected an object");
   CHECK(whole(R"({"model_type": "llama", )") ==

@@ -125,6 +125,22 @@ TEST_CASE("added tokens: the flags, and vocabulary tokens that merges use") {
   // The longest one at a place.
   json["added_tokens"] = Json::array({added(261, "<m"), added(262, "<m>>")});
   CHECK(load(json).encode("<m>><m>") == Ids{262, 261, '>'});
+  // A normalizer works on the text between tokens that it does not touch.
+  json = small();
+  json["normalizer"] = {{"type", "NFC"}};
+  mask = added(261, "e\u0301");
+  mask["normalized"] = false;
+  json["added_tokens"] = Json::array({mask});
+  CHECK(load(json).encode("E\u0301e\u0301\u00e9") == Ids{0xc3, 0x89, 261, 0xc3, 0xa9});
+  CHECK(load(json).encode("o\u0302\u0323") == Ids{0xe1, 0xbb, 0x99});
+  CHECK_THROWS_WITH(load(json).encode("a\xff"),
+                    "tokenizer: a text cannot be normalised: Invalid UTF-8 string, UTF-8 is "
+                    "expected");
+  mask["normalized"] = true;
+  json["added_tokens"] = Json::array({mask});
+  CHECK_THROWS_WITH_AS(load(json),
+                       doctest::Contains("expected a text in normal form C, as the normalizer"),
+                       std::runtime_error);
   // A token of the vocabulary: found in the text first, and still one that merges make.
   json = small();
   json["added_tokens"] = Json::array({added(257, "ll")});
@@ -201,8 +217,8 @@ TEST_CASE("what is wrong or not supported is named: file, field, value") {
                file + "model.merges[0] is \"h l\", expected tokens of model.vocab, 'hl' is none"));
   for (const char* key : {"truncation", "padding"})
     CHECK(error_with(std::string("/") + key, 5) == file + key + " is 5, expected null");
-  CHECK(starts(error_with("/normalizer", {{"type", "NFC"}}),
-               file + "normalizer is {\"type\":\"NFC\"}"));
+  CHECK(starts(error_with("/normalizer", {{"type", "Lowercase"}}),
+               file + "normalizer.type is \"Lowercase\", expected NFC"));
   CHECK(starts(error_with("/decoder", {{"type", "WordPiece"}}), file + "decoder.type is \"WordP"));
   CHECK(error_with("/model/type", "Unigram") == file + "model.type is \"Unigram\", expected BPE");
   CHECK(error_with("/pre_tokenizer/type", "Metaspace") ==

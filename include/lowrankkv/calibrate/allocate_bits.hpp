@@ -26,27 +26,26 @@ constexpr double gaussian_distortion(int bits) {
 }
 
 /// @brief Bits for every channel of every spectrum such that their sum stays within `budget` and
-/// the sum of energy * gaussian_distortion(bits) is minimal (up to one step of one channel).
+/// the sum of errors is minimal (up to one step of one group of channels).
 ///
-/// This is reverse water-filling in discrete form: all steps from one width to the next are taken
-/// in the order of their gain per bit. Because the distortion is convex, this order takes the steps
-/// of a channel in sequence, and the result is optimal at every budget that it meets exactly.
-/// @param energies  per spectrum, the cost of losing each channel: its variance times a weight;
-///   any order, >= 0
+/// This is reverse water-filling in discrete form. Each group of channels has the widths on the
+/// lower convex hull of its errors; all steps from one such width to the next are taken in the
+/// order of their gain per bit, until one does not fit. So the steps for a small budget are the
+/// first of those for a larger one: more bits never bring a larger sum of errors.
+/// @param errors  per spectrum [channels, widths + 1]: a channel's error without bits, then at each
+///   width, >= 0. Column order as `widths`
 /// @param budget    bits of one row over all spectra
 /// @param widths    widths that may be used besides 0, ascending, 1 to 8
 /// @param together  number of consecutive channels that get the same width, as tiles of tensor
-/// cores
-///   need it (the energies are then sorted). A smaller last group costs as much as a whole group,
-///   because tiles pad to it
-/// @return bits of the same shape as `energies`
-/// @throws ValueError for widths out of order or range, and for energies that are negative or not
-/// finite
+///   cores need it. A smaller last group costs as much as a whole group, because tiles pad to it
+/// @return bits of every channel of every spectrum
+/// @throws ValueError for widths out of order or range, and for errors that are negative or not
+/// finite; ShapeError unless there is a column for every width and one more
 ///
 /// Cost: O(steps log steps), steps = channels x widths.
 template <class Real = double>
-std::vector<std::vector<std::uint8_t>> allocate_bits(
-    std::type_identity_t<std::span<const Eigen::VectorX<Real>>> energies, double budget,
+std::vector<std::vector<std::uint8_t>> allocate_by_errors(
+    std::type_identity_t<std::span<const Eigen::MatrixX<Real>>> errors, double budget,
     std::span<const int> widths, int together = 1) {
   using ::lowrankkv::detail::fail;
   int previous = 0;
@@ -61,32 +60,47 @@ std::vector<std::vector<std::uint8_t>> allocate_bits(
   struct Step {
     double gain_per_bit;
     std::size_t spectrum, channel, count;  // channels [channel, channel + count)
-    int from, to;
+    int to;
+    double cost;
   };
   std::vector<Step> steps;
-  std::vector<std::vector<std::uint8_t>> bits(energies.size());
-  for (std::size_t spectrum = 0; spectrum < energies.size(); ++spectrum) {
-    if (!energies[spectrum].allFinite() ||
-        (energies[spectrum].size() > 0 && energies[spectrum].minCoeff() < 0.0)) {
-      fail<ValueError>("allocate_bits: energies of spectrum ", spectrum, " from ",
-                       energies[spectrum].minCoeff(), " to ", energies[spectrum].maxCoeff(),
-                       ", finite and at least 0 expected");
+  std::vector<std::vector<std::uint8_t>> bits(errors.size());
+  for (std::size_t spectrum = 0; spectrum < errors.size(); ++spectrum) {
+    const Eigen::MatrixX<Real>& own = errors[spectrum];
+    if (own.cols() != static_cast<Eigen::Index>(widths.size()) + 1)
+      fail<ShapeError>("allocate_bits: spectrum ", spectrum, " has errors of ", own.cols(),
+                       " widths, expected ", widths.size() + 1);
+    if (!own.allFinite() || (own.size() > 0 && own.minCoeff() < 0.0)) {
+      fail<ValueError>("allocate_bits: energies of spectrum ", spectrum, " from ", own.minCoeff(),
+                       " to ", own.maxCoeff(), ", finite and at least 0 expected");
     }
-    bits[spectrum].resize(static_cast<std::size_t>(energies[spectrum].size()));
+    bits[spectrum].resize(static_cast<std::size_t>(own.rows()));
     for (std::size_t channel = 0; channel < bits[spectrum].size();
          channel += static_cast<std::size_t>(together)) {
       const std::size_t count =
           (std::min)(static_cast<std::size_t>(together), bits[spectrum].size() - channel);
-      const double energy =
-          energies[spectrum]
-              .segment(static_cast<Eigen::Index>(channel), static_cast<Eigen::Index>(count))
-              .mean();
-      int from = 0;
-      for (const int to : widths) {
-        const double gain = energy * static_cast<double>(count) / together *
-                            (gaussian_distortion(from) - gaussian_distortion(to)) / (to - from);
-        if (gain > 0.0) steps.push_back({gain, spectrum, channel, count, from, to});
-        from = to;
+      const Eigen::RowVectorX<Real> group =
+          own.middleRows(static_cast<Eigen::Index>(channel), static_cast<Eigen::Index>(count))
+              .colwise()
+              .sum();
+      const auto width_at = [&](Eigen::Index column) {
+        return column == 0 ? 0 : widths[static_cast<std::size_t>(column) - 1];
+      };
+      // Along the hull: from each width to the one with the largest gain per bit.
+      for (Eigen::Index at = 0; at + 1 < group.size();) {
+        Step best{0.0, spectrum, channel, count, 0, 0.0};
+        Eigen::Index next = 0;
+        for (Eigen::Index to = at + 1; to < group.size(); ++to) {
+          // A smaller last group costs as much as a whole group.
+          const double cost = static_cast<double>(width_at(to) - width_at(at)) * together;
+          const double gain = (group[at] - group[to]) / cost;
+          if (gain <= best.gain_per_bit) continue;
+          best = {gain, spectrum, channel, count, width_at(to), cost};
+          next = to;
+        }
+        if (next == 0) break;
+        steps.push_back(best);
+        at = next;
       }
     }
   }
@@ -94,15 +108,38 @@ std::vector<std::vector<std::uint8_t>> allocate_bits(
                    [](const Step& a, const Step& b) { return a.gain_per_bit > b.gain_per_bit; });
   double left = budget;
   for (const Step& step : steps) {
-    const auto now = bits[step.spectrum].begin() + static_cast<std::ptrdiff_t>(step.channel);
-    // A smaller last group costs as much as a whole group.
-    const double cost = static_cast<double>(step.to - step.from) * together;
-    // Skip the step if an earlier step of this channel did not fit, or if this one does not.
-    if (*now != step.from || cost > left) continue;
-    std::fill_n(now, step.count, static_cast<std::uint8_t>(step.to));
-    left -= cost;
+    if (step.cost > left) break;
+    std::fill_n(bits[step.spectrum].begin() + static_cast<std::ptrdiff_t>(step.channel), step.count,
+                static_cast<std::uint8_t>(step.to));
+    left -= step.cost;
   }
   return bits;
+}
+
+/// @brief Errors of channels that are Gaussian, for allocate_by_errors(): [channels, widths + 1],
+/// energy times gaussian_distortion(bits).
+template <class Real = double>
+Eigen::MatrixX<Real> gaussian_errors(const Eigen::VectorX<Real>& energies,
+                                     std::span<const int> widths) {
+  Eigen::RowVectorX<Real> distortions(static_cast<Eigen::Index>(widths.size()) + 1);
+  distortions[0] = 1.0;
+  for (std::size_t i = 0; i < widths.size(); ++i)
+    distortions[static_cast<Eigen::Index>(i) + 1] =
+        gaussian_distortion(std::clamp(widths[i], 0, 8));
+  return energies * distortions;
+}
+
+/// @brief allocate_by_errors() for channels that are Gaussian.
+/// @param energies  per spectrum, the cost of losing each channel: its variance times a weight;
+///   any order, >= 0
+template <class Real = double>
+std::vector<std::vector<std::uint8_t>> allocate_bits(
+    std::type_identity_t<std::span<const Eigen::VectorX<Real>>> energies, double budget,
+    std::span<const int> widths, int together = 1) {
+  std::vector<Eigen::MatrixX<Real>> errors;
+  for (const Eigen::VectorX<Real>& own : energies)
+    errors.push_back(gaussian_errors<Real>(own, widths));
+  return allocate_by_errors(errors, budget, widths, together);
 }
 
 }  // namespace calibrate

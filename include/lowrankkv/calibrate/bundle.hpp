@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file calibrate/bundle.hpp  A model's calibration as one safetensors file.
 ///
-/// Schema (version 4). Metadata: `format` = `lowrankkv.moments`, `version`, `num_layers`,
-/// `num_qo_heads`, `num_kv_heads`, `head_dim`, `keys`, and entries that the writer adds (`source`).
-/// `keys` is the form of the keys, and of the queries in moments: `post_rope` for post-RoPE,
-/// `pre_rope` for pre-RoPE.
+/// Schema (version 5; version 4 is read too). Metadata: `format` = `lowrankkv.moments`, `version`,
+/// `num_layers`, `num_qo_heads`, `num_kv_heads`, `head_dim`, `keys`, and entries that the writer
+/// adds (`source`). `keys` is the form of the keys, and of the queries in moments: `post_rope` for
+/// post-RoPE, `pre_rope` for pre-RoPE.
 ///
 /// Tensors of layer i, f64, for x in {query, key, value}:
 ///
@@ -27,12 +27,15 @@
 ///
 ///     layers.i.coded_x.second_moment, .sum, .count  as above
 ///     layers.i.coded_x.metric   [num_kv_heads, head_dim, head_dim]
-///     layers.i.coded_queries    [1]
+///     layers.i.coded_x.sample   [num_kv_heads, rows, head_dim]  f32; from version 5 on
+///     layers.i.coded_queries    [1]  queries that the metrics sum over; of the loss: rows
 ///     layers.i.stream_squares   [rows]
 ///
-/// stream_squares holds |h|^2 of rows of the residual stream behind the layer's attention; no rows
-/// if the writer saw none. For pre-RoPE keys there are also the metadata `pairing` (`half_split` or
-/// `interleaved`) and the tensor rope.frequencies [pairs], radians per token.
+/// The metadata `coded_metric`, from version 5 on, is `output` or `loss` (CodingMetric): what an
+/// error in a row costs. stream_squares holds |h|^2 of rows of the residual stream behind the
+/// layer's attention; no rows if the writer saw none. For pre-RoPE keys there are also the metadata
+/// `pairing` (`half_split` or `interleaved`) and the tensor rope.frequencies [pairs], radians per
+/// token.
 ///
 /// Moments are sufficient: every kind of basis at every rank follows from them
 /// (LayerMoments::basis). The moments of two runs can be added.
@@ -54,6 +57,10 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
 namespace detail {
+
+inline const char* metric_name(CodingMetric metric) {
+  return metric == CodingMetric::loss ? "loss" : "output";
+}
 
 /// Raises FormatError unless `moments` can be those of rows in f32, of which there are 2^53 at
 /// most.
@@ -108,10 +115,16 @@ io::SafetensorsWriter write_moments(const std::vector<LayerMoments>& layers,
       ::lowrankkv::detail::fail<ShapeError>("calibration bundle: head_dim ", shape.head_dim,
                                             " and ", layer.shape().head_dim,
                                             ": layers differ in shape");
+    if (layer.coding().metric() != layers.front().coding().metric())
+      ::lowrankkv::detail::fail<ShapeError>(
+          "calibration bundle: the metric of the first layer is of the ",
+          detail::metric_name(layers.front().coding().metric()), ", of another of the ",
+          detail::metric_name(layer.coding().metric()));
   }
   for (const auto& [key, value] : metadata) writer.set_metadata(key, value);
   writer.set_metadata("format", "lowrankkv.moments");
-  writer.set_metadata("version", "4");
+  writer.set_metadata("version", "5");
+  writer.set_metadata("coded_metric", detail::metric_name(layers.front().coding().metric()));
   writer.set_metadata("keys", layers.front().rope().keys == Rope::pre ? "pre_rope" : "post_rope");
   writer.set_metadata("num_layers", std::to_string(layers.size()));
   writer.set_metadata("num_qo_heads", std::to_string(shape.num_qo_heads));
@@ -144,10 +157,10 @@ io::SafetensorsWriter write_moments(const std::vector<LayerMoments>& layers,
     write("query", [&](int head) -> const Moments& { return layers[i].head(head).query; });
     write("key", [&](int head) -> const Moments& { return layers[i].head(head).key; });
     write("value", [&](int head) -> const Moments& { return layers[i].head(head).value; });
-    const auto write_sample = [&](const char* name, RowSample HeadMoments::*member) {
+    const auto write_sample = [&](const std::string& name, auto&& sample_of) {
       std::vector<float> rows;
       for (int head = 0; head < shape.num_kv_heads; ++head) {
-        const std::vector<float>& sample = (layers[i].head(head).*member).values();
+        const std::vector<float>& sample = sample_of(head).values();
         rows.insert(rows.end(), sample.begin(), sample.end());
       }
       const std::int64_t count = static_cast<std::int64_t>(rows.size()) / (heads * dim);
@@ -155,7 +168,10 @@ io::SafetensorsWriter write_moments(const std::vector<LayerMoments>& layers,
     };
     const CodingStatistics& coding = layers[i].coding();
     const auto write_coding = [&](const std::string& name, Moments CodingHead::*moments,
+                                  RowSample CodingHead::*sample,
                                   Eigen::MatrixXd CodingHead::*metric) {
+      write_sample("coded_" + name,
+                   [&](int head) -> const RowSample& { return coding.head(head).*sample; });
       write("coded_" + name,
             [&](int head) -> const Moments& { return coding.head(head).*moments; });
       std::vector<double> values;
@@ -166,14 +182,16 @@ io::SafetensorsWriter write_moments(const std::vector<LayerMoments>& layers,
       writer.add("layers." + std::to_string(i) + ".coded_" + name + ".metric", {heads, dim, dim},
                  values);
     };
-    write_coding("key", &CodingHead::key, &CodingHead::key_metric);
-    write_coding("value", &CodingHead::value, &CodingHead::value_metric);
+    write_coding("key", &CodingHead::key, &CodingHead::key_sample, &CodingHead::key_metric);
+    write_coding("value", &CodingHead::value, &CodingHead::value_sample, &CodingHead::value_metric);
     writer.add("layers." + std::to_string(i) + ".coded_queries", {1},
                std::vector<double>{coding.num_queries()});
     writer.add("layers." + std::to_string(i) + ".stream_squares", {coding.stream_squares().size()},
                coding.stream_squares().values());
-    write_sample("key", &HeadMoments::key_sample);
-    write_sample("value", &HeadMoments::value_sample);
+    write_sample("key",
+                 [&](int head) -> const RowSample& { return layers[i].head(head).key_sample; });
+    write_sample("value",
+                 [&](int head) -> const RowSample& { return layers[i].head(head).value_sample; });
     const Moments& values = layers[i].values();
     const std::string prefix = "layers." + std::to_string(i) + ".values.";
     writer.add(
@@ -204,11 +222,16 @@ std::vector<LayerMoments> read_moments(const io::Safetensors& file, const CacheS
     const auto entry = file.metadata().find(key);
     return entry == file.metadata().end() ? std::string("missing") : entry->second;
   };
-  if (metadata("format") != "lowrankkv.moments" || metadata("version") != "4") {
+  const bool earlier = metadata("version") == "4";
+  if (metadata("format") != "lowrankkv.moments" || (!earlier && metadata("version") != "5")) {
     ::lowrankkv::detail::fail<FormatError>(
         "calibration bundle: format ", metadata("format"), " version ", metadata("version"),
-        ", expected lowrankkv.moments version 4 (calibrate again)");
+        ", expected lowrankkv.moments version 4 or 5 (calibrate again)");
   }
+  const std::string measured_by = earlier ? "output" : metadata("coded_metric");
+  if (measured_by != "output" && measured_by != "loss")
+    ::lowrankkv::detail::fail<FormatError>("calibration bundle: coded_metric ", measured_by,
+                                           ", expected output or loss");
   const auto same = [&](const std::string& key, int model) {
     if (metadata(key) != std::to_string(model))
       ::lowrankkv::detail::fail<ShapeError>(key, ": bundle ", metadata(key), ", model ", model);
@@ -254,21 +277,26 @@ std::vector<LayerMoments> read_moments(const io::Safetensors& file, const CacheS
     read("query", [&](int head) -> Moments& { return layers[i].head(head).query; });
     read("key", [&](int head) -> Moments& { return layers[i].head(head).key; });
     read("value", [&](int head) -> Moments& { return layers[i].head(head).value; });
-    const auto read_sample = [&](const char* name, RowSample HeadMoments::*member) {
+    const auto read_sample = [&](const std::string& name, auto&& sample_of) {
       const std::string tensor = "layers." + std::to_string(i) + "." + name + ".sample";
       const std::vector<std::int64_t>& extents = file.info(tensor).shape;
       const std::int64_t rows = extents.size() == 3 ? extents[1] : -1;
       const std::vector<float> all = file.values<float>(tensor, {heads, rows, dim});
       detail::check_finite(tensor, all);
       for (int head = 0; head < shape.num_kv_heads; ++head) {
-        layers[i].head(head).*member =
+        sample_of(head) =
             RowSample(shape.head_dim, std::vector<float>(all.begin() + head * rows * dim,
                                                          all.begin() + (head + 1) * rows * dim));
       }
     };
     CodingStatistics& coding = layers[i].coding();
+    coding.set_metric(measured_by == "loss" ? CodingMetric::loss : CodingMetric::output);
     const auto read_coding = [&](const std::string& name, Moments CodingHead::*moments,
+                                 RowSample CodingHead::*sample,
                                  Eigen::MatrixXd CodingHead::*metric) {
+      if (!earlier)
+        read_sample("coded_" + name,
+                    [&](int head) -> RowSample& { return coding.head(head).*sample; });
       read("coded_" + name, [&](int head) -> Moments& { return coding.head(head).*moments; });
       const std::string tensor = "layers." + std::to_string(i) + ".coded_" + name + ".metric";
       const std::vector<double> all = file.values<double>(tensor, {heads, dim, dim});
@@ -280,8 +308,8 @@ std::vector<LayerMoments> read_moments(const io::Safetensors& file, const CacheS
                                                  " is not finite");
       }
     };
-    read_coding("key", &CodingHead::key, &CodingHead::key_metric);
-    read_coding("value", &CodingHead::value, &CodingHead::value_metric);
+    read_coding("key", &CodingHead::key, &CodingHead::key_sample, &CodingHead::key_metric);
+    read_coding("value", &CodingHead::value, &CodingHead::value_sample, &CodingHead::value_metric);
     const std::string queries = "layers." + std::to_string(i) + ".coded_queries";
     coding.set_num_queries(file.values<double>(queries, {1}).front());
     if (!(coding.num_queries() >= 0.0 && std::isfinite(coding.num_queries())))
@@ -293,8 +321,8 @@ std::vector<LayerMoments> read_moments(const io::Safetensors& file, const CacheS
         squares, {file.info(squares).shape.empty() ? -1 : file.info(squares).shape[0]});
     detail::check_finite(squares, all);
     coding.set_stream_squares(RowSample(1, std::move(all)));
-    read_sample("key", &HeadMoments::key_sample);
-    read_sample("value", &HeadMoments::value_sample);
+    read_sample("key", [&](int head) -> RowSample& { return layers[i].head(head).key_sample; });
+    read_sample("value", [&](int head) -> RowSample& { return layers[i].head(head).value_sample; });
     Moments& values = layers[i].values();
     const std::string prefix = "layers." + std::to_string(i) + ".values.";
     const std::vector<double> second =

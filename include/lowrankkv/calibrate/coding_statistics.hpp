@@ -22,8 +22,10 @@
 /// tokens (often the first) are thousands of times larger than all others. In absolute units the
 /// last layers would take all the bits: |h|^2 grows 50 000-fold over the layers of SmolLM2-135M.
 ///
-/// Only forward passes are needed. Continuations should contain retrieval as well as text: let the
-/// model read spans of the context a second time.
+/// An engine that can compute gradients has a better metric: what an error costs the model's loss
+/// (CodingMetric::loss, add_gradients()). It sees how later layers use what this one gives, and
+/// needs no assumption on the stream. The metrics above need forward passes only. Continuations
+/// should contain retrieval as well as text: let the model read spans of the context a second time.
 ///
 /// Pre-RoPE keys: with respect to them, each query is rotated back by the key's position. q_i
 /// becomes q_i R_j in A_K, and the sum over j no longer factors out. It is sampled: for each query,
@@ -52,7 +54,26 @@ namespace calibrate {
 /// @brief Moments of the rows that will be compressed, and the metrics A_K and A_V, of one KV head.
 struct CodingHead {
   Moments key, value;
+  /// Samples of the rows that the moments are of, by which codes are fitted. None in bundles of
+  /// earlier versions: codes are then fitted to a Gaussian.
+  RowSample key_sample, value_sample;
   Eigen::MatrixXd key_metric, value_metric;  ///< A_K, A_V summed over queries, [head_dim, head_dim]
+
+  /// @brief Adds rows [n, head_dim] to the moments and the sample.
+  void add_keys(MatrixView rows) {
+    key.add(rows);
+    key_sample.add(rows);
+  }
+  void add_values(MatrixView rows) {
+    value.add(rows);
+    value_sample.add(rows);
+  }
+};
+
+/// @brief What the metrics of CodingStatistics measure an error by.
+enum class CodingMetric {
+  output,  ///< the change of a layer's output: forward passes alone (CodingStatistics::add)
+  loss     ///< the change of the model's loss: gradients (CodingStatistics::add_gradients)
 };
 
 /// @brief Collects one layer's statistics for transform coding, one sequence at a time.
@@ -67,8 +88,10 @@ class CodingStatistics {
       : shape_(shape), exempt_(exempt) {
     if (rope.keys == Rope::pre) rotary_ = cpu::RotaryTable(rope, shape.head_dim);
     const Eigen::MatrixX<Real> zero = Eigen::MatrixX<Real>::Zero(shape.head_dim, shape.head_dim);
-    heads_.resize(static_cast<std::size_t>(shape.num_kv_heads),
-                  {Moments(shape.head_dim), Moments(shape.head_dim), zero, zero});
+    heads_.resize(
+        static_cast<std::size_t>(shape.num_kv_heads),
+        {Moments(shape.head_dim), Moments(shape.head_dim), RowSample(shape.head_dim, kSampleRows),
+         RowSample(shape.head_dim, kSampleRows), zero, zero});
     grams_.resize(static_cast<std::size_t>(shape.num_qo_heads),
                   Eigen::MatrixX<Real>::Identity(shape.head_dim, shape.head_dim));
   }
@@ -86,6 +109,11 @@ class CodingStatistics {
   const CacheShape& shape() const { return shape_; }
   /// @brief The rotary embedding of pre-RoPE keys; empty if keys are post-RoPE.
   const cpu::RotaryTable& rotary() const { return rotary_; }
+  /// Sample rows of each head's keys and values, at most.
+  static constexpr std::int64_t kSampleRows = 512;
+  /// @brief What the metrics measure. Rows of the other kind cannot be added.
+  CodingMetric metric() const { return metric_; }
+  void set_metric(CodingMetric metric) { metric_ = metric; }
   CodingHead& head(int index) { return heads_[static_cast<std::size_t>(index)]; }
   const CodingHead& head(int index) const { return heads_[static_cast<std::size_t>(index)]; }
   /// @brief Number of queries that the metrics sum over.
@@ -129,9 +157,11 @@ class CodingStatistics {
     return static_cast<double>(*middle);
   }
   /// @brief Divisor of the metrics for comparing layers: the number of queries that they sum over,
-  /// times the median |h|^2, or times 1 if no rows of the residual stream were added.
+  /// times the median |h|^2, or times 1 if no rows of the residual stream were added. For metrics
+  /// of the loss, the number of rows.
   double error_scale() const {
-    return num_queries_ * (stream_squares_.size() > 0 ? stream_square() : 1.0);
+    const bool relative = metric_ == CodingMetric::output && stream_squares_.size() > 0;
+    return num_queries_ * (relative ? stream_square() : 1.0);
   }
 
   /// @brief Adds one sequence as an attention layer saw it. The first `context` tokens are the rows
@@ -180,6 +210,43 @@ class CodingStatistics {
                                     shape_.num_kv_heads, shape_.head_dim);
     add_rows(query, key, value, context, query_stride, run, &pre_rope, pre_rope_key);
   }
+  /// @brief Adds the rows of one sequence and the gradient of a loss with respect to them. The
+  /// metrics become A = E[g^T g], g [1, head_dim] the gradient of a row: if the labels are drawn
+  /// from the model itself, the expected loss rises by dk A_K dk^T / 2 + dv A_V dv^T / 2 for small
+  /// errors (Fisher information). All layers, heads, keys and values then count in the same unit,
+  /// nats, so that no residual stream is needed.
+  /// @param key, value  [n, num_kv_heads, head_dim], keys in the form that the constructor names
+  /// @param key_gradient, value_gradient  the same shapes; with Rope::pre, of pre-RoPE keys
+  /// @throws ShapeError if extents differ, ValueError if rows were added by add()
+  ///
+  /// Cost: 2 n head_dim^2 products a head, in f32.
+  template <class Real = float>
+  void add_gradients(const KeyView& key, const ValueView& value, const KeyView& key_gradient,
+                     const ValueView& value_gradient) {
+    using Rows = RowsOf<Real>;
+    const std::int64_t n = key.num_tokens;
+    for (const auto& [name, view] : {std::pair{"key", &key}, {"key_gradient", &key_gradient}})
+      ::lowrankkv::detail::check_rows(name, *view, n, shape_.num_kv_heads, shape_.head_dim);
+    for (const auto& [name, view] :
+         {std::pair{"value", &value}, {"value_gradient", &value_gradient}})
+      ::lowrankkv::detail::check_rows(name, *view, n, shape_.num_kv_heads, shape_.head_dim);
+    become(CodingMetric::loss);
+    const std::int64_t first = (std::min)(std::int64_t{exempt_}, n);
+    for (int index = 0; index < shape_.num_kv_heads; ++index) {
+      CodingHead& own = heads_[static_cast<std::size_t>(index)];
+      const auto add_square = [&](const auto& gradients, Eigen::MatrixXd& metric) {
+        const Rows g = load<Rows>(gradients, index).bottomRows(n - first);
+        const Eigen::MatrixX<Real> square = g.transpose() * g;
+        metric += square.template cast<double>();
+      };
+      const Rows keys = load<Rows>(key, index), values = load<Rows>(value, index);
+      own.add_keys({keys.data() + first * shape_.head_dim, n - first, shape_.head_dim});
+      own.add_values({values.data() + first * shape_.head_dim, n - first, shape_.head_dim});
+      add_square(key_gradient, own.key_metric);
+      add_square(value_gradient, own.value_metric);
+    }
+    num_queries_ += static_cast<double>(n - first);
+  }
   /// @brief add() on the calling thread.
   template <class = void>
   void add(const QueryView& query, const KeyView& key, const ValueView& value, std::int64_t context,
@@ -194,6 +261,16 @@ class CodingStatistics {
   using RowsOf = Eigen::Matrix<Real, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
   static constexpr std::size_t kBlock = 64;
 
+  /// The first rows decide what the metrics are of.
+  void become(CodingMetric metric) {
+    if (num_queries_ > 0.0 && metric != metric_)
+      ::lowrankkv::detail::fail<ValueError>("coding statistics: rows with a metric of the ",
+                                            metric == CodingMetric::loss ? "loss" : "output",
+                                            " added to those of the ",
+                                            metric_ == CodingMetric::loss ? "loss" : "output");
+    metric_ = metric;
+  }
+
   /// add(), and of the same sequence to `both` with `both_key`, unless that is null.
   template <class Run, class Real = float>
   void add_rows(const QueryView& query, const KeyView& key, const ValueView& value,
@@ -206,6 +283,8 @@ class CodingStatistics {
     ::lowrankkv::detail::check_rows("value", value, n, shape_.num_kv_heads, shape_.head_dim);
     if (context < 1 || context > n)
       ::lowrankkv::detail::fail<ShapeError>("context: 1 to ", n, " tokens, given ", context);
+    become(CodingMetric::output);
+    if (both != nullptr) both->become(CodingMetric::output);
     std::vector<std::int64_t> readers;
     for (std::int64_t token = context; token < n; token += (std::max)(1, query_stride))
       readers.push_back(token);
@@ -217,11 +296,11 @@ class CodingStatistics {
       };
       Rows keys = load<Rows>(key, index);
       const Rows values = load<Rows>(value, index);
-      head.key.add(compressed(keys));
-      head.value.add(compressed(values));
+      head.add_keys(compressed(keys));
+      head.add_values(compressed(values));
       if (both != nullptr) {
-        both->head(index).key.add(compressed(load<Rows>(both_key, index)));
-        both->head(index).value.add(compressed(values));
+        both->head(index).add_keys(compressed(load<Rows>(both_key, index)));
+        both->head(index).add_values(compressed(values));
       }
       if (rotates()) rotary_.rotate_rows({}, 0, n, keys.data(), shape_.head_dim);
       for (int member = 0; member < shape_.group_size(); ++member) {
@@ -349,6 +428,7 @@ class CodingStatistics {
   cpu::RotaryTable rotary_;  // empty: keys are post-RoPE
   int exempt_ = 0;
   double num_queries_ = 0.0;
+  CodingMetric metric_ = CodingMetric::output;
   RowSample stream_squares_{1, 4096};
   std::vector<CodingHead> heads_;
   std::vector<Eigen::MatrixXd> grams_;

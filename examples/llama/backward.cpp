@@ -1,0 +1,294 @@
+// SPDX-License-Identifier: Apache-2.0
+// Back-propagation through a Llama block: RMSNorm, rotary attention with grouped heads, SwiGLU, and
+// a head that may be the embedding. Gradients are with respect to keys and values; the weights are
+// given. d_x is the gradient of the loss with respect to x, shaped like x.
+#include <Eigen/Core>
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "model.hpp"
+
+namespace llama {
+namespace {
+
+using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
+using Rows = Eigen::Map<RowMajor>;
+using ConstRows = Eigen::Map<const RowMajor>;
+
+// y = x s w with s = 1 / sqrt(mean(x^2) + eps), so d_x = s (w d_y) - x s^3 mean(x w d_y). Adds it.
+void add_rms_norm_gradient(const float* x, const float* d_y, std::int64_t rows, int width,
+                           const std::vector<float>& weight, float epsilon, float* d_x) {
+  const Eigen::Map<const Eigen::ArrayXf> w(weight.data(), width);
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const Eigen::Map<const Eigen::ArrayXf> in(x + row * width, width),
+        out(d_y + row * width, width);
+    const float scale = 1.0F / std::sqrt(in.square().mean() + epsilon);
+    const float along = (in * w * out).mean() * scale * scale * scale;
+    Eigen::Map<Eigen::ArrayXf>(d_x + row * width, width) += scale * (w * out) - along * in;
+  }
+}
+
+void rms_norm(const float* in, std::int64_t rows, int width, const std::vector<float>& weight,
+              float epsilon, float* out) {
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const Eigen::Map<const Eigen::ArrayXf> x(in + row * width, width);
+    Eigen::Map<Eigen::ArrayXf>(out + row * width, width) =
+        x / std::sqrt(x.square().mean() + epsilon) *
+        Eigen::Map<const Eigen::ArrayXf>(weight.data(), width);
+  }
+}
+
+// Rows of one head in [n, heads, head_dim].
+using HeadRows = Eigen::Map<RowMajor, 0, Eigen::OuterStride<>>;
+using ConstHeadRows = Eigen::Map<const RowMajor, 0, Eigen::OuterStride<>>;
+
+// Causal attention of one KV head's group of query heads, a block of queries at a time.
+class GroupAttention {
+  float scale() const { return 1.0F / std::sqrt(static_cast<float>(config_.head_dim)); }
+  template <class Real>
+  auto of_head(Real* rows, int head, int heads) const {
+    using Matrix = std::conditional_t<std::is_const_v<Real>, const RowMajor, RowMajor>;
+    const std::int64_t width = std::int64_t{heads} * config_.head_dim;
+    return Eigen::Map<Matrix, 0, Eigen::OuterStride<>>(rows + std::int64_t{head} * config_.head_dim,
+                                                       n_, config_.head_dim,
+                                                       Eigen::OuterStride<>(width));
+  }
+  template <class Real>
+  auto of_kv(Real* rows) const {
+    return of_head(rows, kv_head_, config_.num_kv_heads);
+  }
+  template <class Real>
+  auto of_query(Real* rows, int head) const {
+    return of_head(rows, head, config_.num_qo_heads);
+  }
+  /// Calls f(query head, first, count, seen) for blocks of queries [first, first + count), which
+  /// see rows [0, seen).
+  template <class Function>
+  void for_each_block(Function&& f) const {
+    constexpr std::int64_t kQueries = 128;
+    const int group = config_.num_qo_heads / config_.num_kv_heads;
+    for (int head = kv_head_ * group; head < (kv_head_ + 1) * group; ++head) {
+      for (std::int64_t first = 0; first < n_; first += kQueries) {
+        const std::int64_t count = std::min(kQueries, n_ - first);
+        f(head, first, count, first + count);
+      }
+    }
+  }
+  RowMajor softmax(const ConstHeadRows& query, const ConstHeadRows& key, std::int64_t first,
+                   std::int64_t count, std::int64_t seen) const {
+    RowMajor weights = query.middleRows(first, count) * key.topRows(seen).transpose();
+    for (std::int64_t i = 0; i < count; ++i) {
+      auto own = weights.row(i).head(first + i + 1).array();
+      own = ((own - own.maxCoeff()) * scale()).exp();
+      own /= own.sum();
+      weights.row(i).tail(seen - first - i - 1).setZero();
+    }
+    return weights;
+  }
+
+ public:
+  GroupAttention(std::int64_t n, const Config& config, int kv_head)
+      : n_(n), config_(config), kv_head_(kv_head) {}
+
+  void forward(const float* query, const float* key, const float* value, float* out) const {
+    const ConstHeadRows k = of_kv(key), v = of_kv(value);
+    for_each_block([&](int head, std::int64_t first, std::int64_t count, std::int64_t seen) {
+      const RowMajor weights = softmax(of_query(query, head), k, first, count, seen);
+      of_query(out, head).middleRows(first, count).noalias() = weights * v.topRows(seen);
+    });
+  }
+
+  /// d_query, d_key and d_value of d_out; o are the outputs. d_key and d_value are set.
+  void backward(const float* query, const float* key, const float* value, const float* out,
+                const float* d_out, float* d_query, float* d_key, float* d_value) const {
+    const ConstHeadRows k = of_kv(key), v = of_kv(value);
+    HeadRows d_k = of_kv(d_key), d_v = of_kv(d_value);
+    d_k.setZero();
+    d_v.setZero();
+    for_each_block([&](int head, std::int64_t first, std::int64_t count, std::int64_t seen) {
+      const auto q = of_query(query, head).middleRows(first, count);
+      const auto o = of_query(out, head).middleRows(first, count);
+      const auto d_o = of_query(d_out, head).middleRows(first, count);
+      const RowMajor weights = softmax(of_query(query, head), k, first, count, seen);
+      d_v.topRows(seen).noalias() += weights.transpose() * d_o;
+      // Softmax: d_logit = p (d_p - sum p d_p), and sum p d_p = o d_o.
+      RowMajor d_logits = d_o * v.topRows(seen).transpose();
+      d_logits.colwise() -= Eigen::VectorXf(o.cwiseProduct(d_o).rowwise().sum());
+      d_logits.array() *= weights.array() * scale();
+      of_query(d_query, head).middleRows(first, count).noalias() = d_logits * k.topRows(seen);
+      d_k.topRows(seen).noalias() += d_logits.transpose() * q;
+    });
+  }
+
+ private:
+  std::int64_t n_;
+  const Config& config_;
+  int kv_head_;
+};
+
+// What the backward pass needs of a layer's forward pass.
+struct Kept {
+  std::vector<float> in, middle;  // residual stream before attention, and behind it
+  std::vector<float> query, key, pre_rope_key, value, attended;
+};
+
+// Gate and up projections g, u: a = silu(g) u. d_a, g and u become d_g (in g) and d_u (in u).
+void swiglu_gradient(const float* d_a, std::int64_t size, float* g, float* u) {
+  for (std::int64_t i = 0; i < size; ++i) {
+    const float sigmoid = 1.0F / (1.0F + std::exp(-g[i])), silu = g[i] * sigmoid;
+    const float d_g = d_a[i] * u[i] * (sigmoid + silu * (1.0F - sigmoid));
+    u[i] = d_a[i] * silu;
+    g[i] = d_g;
+  }
+}
+
+}  // namespace
+
+void Model::apply_transposed(const Linear& linear, const float* in, std::int64_t rows, float* out,
+                             bool add) const {
+  const bool of_embedding = &linear == &head_ && tied_;
+  const std::vector<float>& weight = of_embedding ? embedding_ : linear.weight;
+  const int in_features = of_embedding ? config_.hidden_size : linear.in_features;
+  const int out_features = of_embedding ? config_.vocabulary_size : linear.out_features;
+  const ConstRows w(weight.data(), out_features, in_features);
+  const ConstRows y(in, rows, out_features);
+  Rows x(out, rows, in_features);
+  constexpr std::int64_t kRows = 64;
+  threads_->run((rows + kRows - 1) / kRows, [&](std::int64_t task, int) {
+    const std::int64_t first = task * kRows, count = std::min(kRows, rows - first);
+    if (!add) x.middleRows(first, count).setZero();
+    x.middleRows(first, count).noalias() += y.middleRows(first, count) * w;
+  });
+}
+
+double Model::head_gradient(const std::vector<float>& hidden, std::int64_t n, const Labels& labels,
+                            float* d_hidden) const {
+  // Cross-entropy, a few rows of logits at a time: d_logits = probabilities - label.
+  constexpr std::int64_t kRows = 64;
+  double loss = 0.0;
+  for (std::int64_t first = 0; first < n; first += kRows) {
+    const std::int64_t count = std::min(kRows, n - first);
+    std::vector<float> scores = logits(hidden, first, count);
+    for (std::int64_t row = 0; row < count; ++row) {
+      Eigen::Map<Eigen::ArrayXf> p(scores.data() + row * config_.vocabulary_size,
+                                   config_.vocabulary_size);
+      p = (p - p.maxCoeff()).exp();
+      p /= p.sum();
+      const std::int32_t label = labels(first + row, p.data());
+      if (label >= config_.vocabulary_size)
+        throw std::runtime_error("loss_gradients: label " + std::to_string(label) +
+                                 ", vocabulary has " + std::to_string(config_.vocabulary_size));
+      if (label < 0) {
+        p.setZero();
+        continue;
+      }
+      loss -= std::log(std::max(1e-38, static_cast<double>(p[label])));
+      p[label] -= 1.0F;
+    }
+    apply_transposed(head_, scores.data(), count, d_hidden + first * config_.hidden_size);
+  }
+  return loss;
+}
+
+void Model::add_mlp_gradient(const Layer& layer, const float* x, std::int64_t n, float* d_x) const {
+  const int hidden = config_.hidden_size, inner = config_.intermediate_size;
+  std::vector<float> normed(static_cast<std::size_t>(n * hidden)), d_normed(normed.size());
+  std::vector<float> gate(static_cast<std::size_t>(n * inner)), up(gate.size()), d_a(gate.size());
+  rms_norm(x, n, hidden, layer.mlp_norm, config_.rms_norm_eps, normed.data());
+  apply(layer.gate, normed.data(), n, gate.data());
+  apply(layer.up, normed.data(), n, up.data());
+  apply_transposed(layer.down, d_x, n, d_a.data());
+  threads_->run(n, [&](std::int64_t token, int) {
+    swiglu_gradient(d_a.data() + token * inner, inner, gate.data() + token * inner,
+                    up.data() + token * inner);
+  });
+  apply_transposed(layer.gate, gate.data(), n, d_normed.data());
+  apply_transposed(layer.up, up.data(), n, d_normed.data(), true);
+  add_rms_norm_gradient(x, d_normed.data(), n, hidden, layer.mlp_norm, config_.rms_norm_eps, d_x);
+}
+
+double Model::loss_gradients(const std::vector<std::int32_t>& tokens, const Labels& labels,
+                             const GradientObserver& observe) const {
+  const std::int64_t n = static_cast<std::int64_t>(tokens.size());
+  const int hidden = config_.hidden_size;
+  const float epsilon = config_.rms_norm_eps;
+  const std::size_t width = static_cast<std::size_t>(n * hidden);
+  if (n == 0) throw std::runtime_error("loss_gradients: 0 tokens, at least 1 is expected");
+  std::vector<Kept> kept(layers_.size());
+  std::vector<float> last;  // the stream that leaves the last layer
+  const auto for_each_group = [&](auto&& function) {
+    threads_->run(config_.num_kv_heads, [&](std::int64_t head, int) {
+      function(GroupAttention(n, config_, static_cast<int>(head)));
+    });
+  };
+
+  const std::vector<float> hidden_rows = forward(
+      tokens, 0,
+      [&](int layer, const Projected& rows, float* out) {
+        Kept& own = kept[static_cast<std::size_t>(layer)];
+        const std::int64_t query_size = n * config_.num_qo_heads * config_.head_dim;
+        const std::int64_t key_size = n * config_.num_kv_heads * config_.head_dim;
+        own.query.assign(rows.query, rows.query + query_size);
+        own.key.assign(rows.key, rows.key + key_size);
+        own.pre_rope_key.assign(rows.pre_rope_key, rows.pre_rope_key + key_size);
+        own.value.assign(rows.value, rows.value + key_size);
+        for_each_group([&](const GroupAttention& group) {
+          group.forward(rows.query, rows.key, rows.value, out);
+        });
+        own.attended.assign(out, out + query_size);
+      },
+      [&](int layer, std::int64_t, const float* rows) {
+        kept[static_cast<std::size_t>(layer)].middle.assign(rows, rows + width);
+      },
+      [&](int layer, std::int64_t, const float* rows) {
+        std::vector<float>& in =
+            layer < config_.num_layers ? kept[static_cast<std::size_t>(layer)].in : last;
+        in.assign(rows, rows + width);
+      });
+
+  std::vector<float> d_x(width), d_normed(width);
+  const double loss = head_gradient(hidden_rows, n, labels, d_normed.data());
+  add_rms_norm_gradient(last.data(), d_normed.data(), n, hidden, final_norm_, epsilon, d_x.data());
+
+  auto [cosines, sines] = angles(0, n);
+  for (float& sine : sines) sine = -sine;  // gradients are rotated back
+  std::vector<float> d_query, d_key, d_pre_rope_key, d_value, d_attended;
+  for (std::size_t i = layers_.size(); i-- > 0;) {
+    const Layer& layer = layers_[i];
+    Kept& own = kept[i];
+    add_mlp_gradient(layer, own.middle.data(), n, d_x.data());
+    d_attended.resize(own.query.size());
+    d_query.resize(own.query.size());
+    d_key.resize(own.key.size());
+    d_value.resize(own.value.size());
+    apply_transposed(layer.output, d_x.data(), n, d_attended.data());
+    for_each_group([&](const GroupAttention& group) {
+      group.backward(own.query.data(), own.key.data(), own.value.data(), own.attended.data(),
+                     d_attended.data(), d_query.data(), d_key.data(), d_value.data());
+    });
+    d_pre_rope_key = d_key;
+    rotate(d_query.data(), n, config_.num_qo_heads, cosines, sines);
+    rotate(d_pre_rope_key.data(), n, config_.num_kv_heads, cosines, sines);
+    observe(static_cast<int>(i), n,
+            {{own.query.data(), own.key.data(), own.value.data(), own.pre_rope_key.data()},
+             d_key.data(),
+             d_pre_rope_key.data(),
+             d_value.data()});
+    if (i > 0) {
+      apply_transposed(layer.query, d_query.data(), n, d_normed.data());
+      apply_transposed(layer.key, d_pre_rope_key.data(), n, d_normed.data(), true);
+      apply_transposed(layer.value, d_value.data(), n, d_normed.data(), true);
+      add_rms_norm_gradient(own.in.data(), d_normed.data(), n, hidden, layer.attention_norm,
+                            epsilon, d_x.data());
+    }
+    own = {};
+  }
+  return loss;
+}
+
+}  // namespace llama
