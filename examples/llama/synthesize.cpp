@@ -23,10 +23,10 @@ namespace {
 
 using Ids = std::vector<std::int32_t>;
 
-constexpr std::int64_t kLeastPercent = 93;  // of the length
-constexpr std::size_t kLeastWords = 16;     // 256 keys: four different ones are found at once
-constexpr std::int64_t kLargestVocabulary = 65535;  // ids are stored as uint16
-constexpr std::size_t kQuestion = 160;  // bytes of the prompt's end that the .json shows
+constexpr std::int64_t kLeastPercent = 93;       // of the length
+constexpr std::size_t kLeastWords = 16;          // 256 keys: four different ones are found at once
+constexpr std::int32_t kLargestShortId = 65535;  // ids are stored in 2 bytes, larger ones in 4
+constexpr std::size_t kQuestion = 160;           // bytes of the prompt's end that the .json shows
 constexpr std::string_view kWhitespace = " \t\r\n";
 constexpr std::string_view kNoise =
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.";
@@ -432,9 +432,6 @@ void check(const Inputs& in, const SynthesisOptions& options) {
   require(options.length >= 1 && options.length <= in.config.max_positions,
           "length " + std::to_string(options.length) + ", the model's context is 1 to " +
               std::to_string(in.config.max_positions) + " tokens");
-  require(in.config.vocabulary_size <= kLargestVocabulary,
-          "the vocabulary has " + std::to_string(in.config.vocabulary_size) +
-              " tokens, the format's uint16 allows " + std::to_string(kLargestVocabulary));
   require(in.words.size() >= kLeastWords, std::to_string(in.words.size()) +
                                               " different words, at least " +
                                               std::to_string(kLeastWords) + " are needed");
@@ -515,24 +512,30 @@ void write_samples(const std::string& prefix, const std::vector<SyntheticSample>
                    std::int64_t length) {
   std::string rows, data;
   std::map<std::string, int> count;
+  const bool wide = std::any_of(samples.begin(), samples.end(), [](const SyntheticSample& made) {
+    return std::any_of(made.sample.prompt.begin(), made.sample.prompt.end(),
+                       [](std::int32_t id) { return id > kLargestShortId; });
+  });
+  const std::size_t id_bytes = wide ? 4 : 2;
   for (const SyntheticSample& made : samples) {
     nlohmann::ordered_json depths = nlohmann::ordered_json::array();
     for (const double depth : made.depths) depths.push_back(std::round(depth * 1000.0) / 1000.0);
-    const nlohmann::ordered_json row{{"task", made.sample.task},
-                                     {"length", length},
-                                     {"index", count[made.sample.task]++},
-                                     {"answer_ids", made.sample.answer},
-                                     {"answer", made.answer_text},
-                                     {"depths", depths},
-                                     {"question", ending(made.prompt_text)},
-                                     {"offset", data.size() / 2},
-                                     {"num_tokens", made.sample.prompt.size()}};
+    nlohmann::ordered_json row{{"task", made.sample.task},
+                               {"length", length},
+                               {"index", count[made.sample.task]++},
+                               {"answer_ids", made.sample.answer},
+                               {"answer", made.answer_text},
+                               {"depths", depths},
+                               {"question", ending(made.prompt_text)},
+                               {"offset", data.size() / id_bytes},
+                               {"num_tokens", made.sample.prompt.size()}};
+    if (wide) row["id_bytes"] = id_bytes;
     // The text may hold bytes that are no UTF-8; the question is there to be read only.
     rows += (rows.empty() ? "[\n" : ",\n") +
             row.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
     for (const std::int32_t id : made.sample.prompt) {
-      data += static_cast<char>(id & 0xff);
-      data += static_cast<char>(id >> 8 & 0xff);
+      for (std::size_t byte = 0; byte < id_bytes; ++byte)
+        data += static_cast<char>(id >> 8 * byte & 0xff);
     }
   }
   write_file(prefix + ".bin", data);
