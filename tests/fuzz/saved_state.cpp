@@ -10,7 +10,9 @@
 // bytes, and both copies must go on alike; after an error a sequence is as it was. In the end
 // nothing is left of them.
 #include <algorithm>
+#include <bit>
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 #include <memory>
 #include <random>
@@ -226,7 +228,11 @@ class CaseOf : public Case {
   void go_on(int work) {
     const auto same = [&] {
       const std::vector<float> a = answers(0), b = answers(1);
-      require(a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * 4) == 0,
+      require(std::ranges::equal(a, b,
+                                 [](float x, float y) {
+                                   return std::bit_cast<std::uint32_t>(x) ==
+                                          std::bit_cast<std::uint32_t>(y);
+                                 }),
               "copies answer alike");
       require(save(0) == save(1), "copies are saved alike");
     };

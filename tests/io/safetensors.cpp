@@ -36,14 +36,16 @@ TEST_CASE("tensors and metadata survive writing and reading") {
   writer.add("a", {2, 3}, std::vector<float>{1, 2, 3, 4, 5, 6});
   writer.add("b.c", {1}, std::vector<double>{0.1});
   writer.add("empty", {0, 4}, std::vector<float>{});
+  writer.add("wide", {1000, 0}, std::vector<float>{});  // more than there are bytes
   const io::Safetensors read(writer.bytes());
   CHECK(read.values<float>("a", {2, 3}) == std::vector<float>{1, 2, 3, 4, 5, 6});
   CHECK(read.values<double>("b.c", {1}) == std::vector<double>{0.1});
   CHECK(read.values<float>("empty", {0, 4}).empty());
+  CHECK(read.values<float>("wide", {1000, 0}).empty());
   CHECK(read.metadata().at("quote\"d") == "line\nbreak");
   CHECK_THROWS_WITH_AS(read.values<float>("a", {3, 2}),
                        "safetensors: tensor a has shape [2, 3], expected [3, 2]", FormatError);
-  CHECK_THROWS_WITH_AS(read.info("z"), "safetensors: tensor z is missing among 3", FormatError);
+  CHECK_THROWS_WITH_AS(read.info("z"), "safetensors: tensor z is missing among 4", FormatError);
 }
 
 TEST_CASE("damaged and hostile files are refused with what does not fit") {
@@ -63,6 +65,9 @@ TEST_CASE("damaged and hostile files are refused with what does not fit") {
       error_of(
           file(R"({"a":{"dtype":"F32","shape":[4611686018427387904,4],"data_offsets":[0,0]}})", 0))
           .find("has an extent of") != std::string::npos);
+  CHECK(error_of(file(
+            R"({"a":{"dtype":"F32","shape":[4611686018427387904,4,0],"data_offsets":[0,0]}})",
+            0)) == "safetensors: tensor a has an extent of 4611686018427387904, data has 0 bytes");
   CHECK(error_of(file(R"({"a":{"dtype":"F32","shape":[2],"data_offsets":[8,0]}})", 8)) ==
         "safetensors: tensor a lies at bytes 8 to 0, data has 8");
   CHECK(error_of(file(R"({"a":{"dtype":"X9","shape":[2],"data_offsets":[0,8]}})", 8)) ==

@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstring>
 #include <fstream>
+#include <limits>
 #include <map>
 #include <string>
 #include <utility>
@@ -65,14 +66,19 @@ inline void check_tensor(const std::string& name, const TensorInfo& tensor,
     fail<FormatError>("safetensors: tensor ", name, " lies at bytes ", tensor.begin, " to ",
                       tensor.end, ", data has ", data_bytes);
   }
-  std::size_t bytes = size;
+  // A tensor with an extent of 0 has no bytes, whatever its other extents; their product must fit,
+  // as that of any type's bytes.
+  const bool empty = std::find(tensor.shape.begin(), tensor.shape.end(), 0) != tensor.shape.end();
+  const std::size_t most = empty ? (std::numeric_limits<std::int64_t>::max)() : data_bytes;
+  std::size_t bytes = empty ? 8 : size;
   for (const std::int64_t extent : tensor.shape) {
-    if (extent < 0 || (extent > 0 && bytes > data_bytes / static_cast<std::size_t>(extent))) {
+    if (extent < 0 || (extent > 0 && bytes > most / static_cast<std::size_t>(extent))) {
       fail<FormatError>("safetensors: tensor ", name, " has an extent of ", extent, ", data has ",
                         data_bytes, " bytes");
     }
-    bytes *= static_cast<std::size_t>(extent);
+    if (extent > 0) bytes *= static_cast<std::size_t>(extent);
   }
+  if (empty) bytes = 0;
   if (bytes != tensor.end - tensor.begin) {
     fail<FormatError>("safetensors: tensor ", name, " needs ", bytes, " bytes, offsets give ",
                       tensor.end - tensor.begin);
