@@ -5,6 +5,7 @@
 #include <fstream>
 #include <iterator>
 #include <limits>
+#include <sstream>
 #include <stdexcept>
 #include <utility>
 
@@ -36,10 +37,12 @@ void check_depth(std::string_view text, const std::string& path, const std::stri
     } else if (c == '"') {
       quoted = true;
     } else if (c == '[' || c == '{') {
-      if (++depth > kMost)
-        throw std::runtime_error(name + ": " + path + " has values " + std::to_string(depth) +
-                                 " deep in each other at byte " + std::to_string(at) +
-                                 ", at most " + std::to_string(kMost) + " are expected");
+      if (++depth > kMost) {
+        std::ostringstream message;
+        message << name << ": " << path << " has values " << depth << " deep in each other at byte "
+                << at << ", at most " << kMost << " are expected";
+        throw std::runtime_error(message.str());
+      }
     } else if (c == ']' || c == '}') {
       --depth;
     }

@@ -200,15 +200,16 @@ void read_post_processor(const JsonValue& node, std::int32_t& bos) {
 
 // Whether texts are brought to Unicode's normal form C; other normalizers are refused.
 bool composes(const JsonValue& normalizer) {
-  const std::string type = normalizer.at("type").text();
-  if (type == "Sequence") {
-    const JsonValue steps = normalizer.at("normalizers");
-    bool any = false;
-    for (std::size_t i = 0; i < steps.size(); ++i) any = composes(steps.at(i)) || any;
-    return any;
+  const auto check = [](const JsonValue& step) {
+    if (step.at("type").text() != "NFC") step.at("type").fail("NFC, or no normalizer");
+  };
+  if (normalizer.at("type").text() != "Sequence") {
+    check(normalizer);
+    return true;
   }
-  if (type != "NFC") normalizer.at("type").fail("NFC, or no normalizer");
-  return true;
+  const JsonValue steps = normalizer.at("normalizers");
+  for (std::size_t i = 0; i < steps.size(); ++i) check(steps.at(i));
+  return steps.size() > 0;
 }
 
 std::string normal_form_c(std::string_view text) {
