@@ -87,6 +87,12 @@ TEST_CASE(
                        "budgeted: layer 1 has coding statistics of 0 queries, at least 1 needed "
                        "(CodingStatistics::add)",
                        ValueError);
+  std::vector<calibrate::LayerMoments> two_kinds = model;
+  two_kinds[2].coding().set_metric(calibrate::CodingMetric::loss);
+  CHECK_THROWS_WITH_AS(calibrate::budgeted(two_kinds, {}),
+                       "budgeted: 1 of 3 layers have metrics of the loss, all or none expected "
+                       "(CodingStatistics::add_gradients)",
+                       ValueError);
 }
 
 TEST_CASE("a budget says what a sequence takes at every length, and with tokens that wait") {

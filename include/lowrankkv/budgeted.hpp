@@ -211,10 +211,11 @@ WidthErrors measure_widths(const Eigen::MatrixXf& coefficients, const Eigen::Vec
 /// The steps of every channel at its bits. A row's gain is relative to them, so that only their
 /// ratios count: the mean of their inverse squares, over channels with bits, is made 1.
 /// @param steps  WidthErrors::steps
-inline std::vector<float> steps_at(const Eigen::MatrixXf& steps, std::span<const std::uint8_t> bits,
-                                   std::span<const int> widths) {
+template <class Real = double>
+std::vector<float> steps_at(const Eigen::MatrixXf& steps, std::span<const std::uint8_t> bits,
+                            std::span<const int> widths) {
   std::vector<float> own;
-  double inverse_squares = 0.0, coded = 0.0;
+  Real inverse_squares = 0.0, coded = 0.0;
   for (std::size_t channel = 0; channel < bits.size(); ++channel) {
     const auto width = std::find(widths.begin(), widths.end(), static_cast<int>(bits[channel]));
     const Eigen::Index column = bits[channel] == 0 ? 0 : 1 + (width - widths.begin());
@@ -344,18 +345,19 @@ inline std::int64_t BudgetedModel::bytes_at(std::int64_t tokens, std::int64_t wa
 /// The bases are the principal axes of the centred rows in the metrics of CodingStatistics. Bits
 /// come from reverse water-filling over all layers, heads, keys and values at once. Where
 /// calibration has sample rows, the error of each width is measured on them, channel by channel,
-/// and steps are fitted; else channels count as Gaussian. An error in a layer counts as its share
-/// of the residual stream there (CodingStatistics::stream_square()).
+/// and steps are fitted; else channels count as Gaussian. An error in a layer counts by its change
+/// of the loss, if that is what the statistics are of (CodingMetric::loss), else as its share of
+/// the residual stream there (CodingStatistics::stream_square()).
 /// @param layers  calibration of every layer, of which LayerMoments::coding() is used. Without
 ///   residual streams (an engine that provides only queries, keys and values), errors count in
 ///   absolute units. Where the stream grows from layer to layer, as in most models, the first
 ///   layers then get too few bits
 /// @throws ValueError if the budget is smaller than the rows at full rank and the pages alone, if a
-/// layer has no coding statistics, or if only some layers have their residual stream; ShapeError if
-/// there is no layer
+/// layer has no coding statistics, if only some layers have metrics of the loss, or if only some
+/// have their residual stream; ShapeError if there is no layer
 ///
-/// Cost: four eigendecompositions of head_dim per layer and head, and widths x 10 x head_dim levels
-/// a sample row.
+/// Cost: four eigendecompositions of head_dim per layer and head, and 30 x widths x head_dim levels
+/// a sample row of keys, and of values.
 template <class Real = double>
 BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions& options) {
   if (layers.empty())
@@ -377,6 +379,14 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
                                          options.metric_floor));
     }
   }
+  const auto of_loss = std::count_if(layers.begin(), layers.end(), [](const LayerMoments& moments) {
+    return moments.coding().metric() == CodingMetric::loss;
+  });
+  if (of_loss > 0 && of_loss < static_cast<std::ptrdiff_t>(layers.size())) {
+    ::lowrankkv::detail::fail<ValueError>("budgeted: ", of_loss, " of ", layers.size(),
+                                          " layers have metrics of the loss, all or none expected "
+                                          "(CodingStatistics::add_gradients)");
+  }
   const auto streams = std::count_if(layers.begin(), layers.end(), [](const LayerMoments& moments) {
     return moments.coding().stream_squares().size() > 0;
   });
@@ -385,7 +395,7 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
                                           " layers know their residual stream, all or none "
                                           "expected (CodingStatistics::add_residual_stream)");
   }
-  std::vector<Eigen::MatrixX<Real>> errors;  // of channels that are Gaussian
+  std::vector<Eigen::MatrixX<Real>> errors;  // by width; first those of Gaussian channels
   for (const detail::CodedPart& part : parts) {
     const Eigen::VectorX<Real>& values = part.spectrum.values;
     errors.push_back(gaussian_errors<Real>(part.unit * values, options.widths));
@@ -419,25 +429,29 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
   std::vector<std::vector<std::uint8_t>> bits = allocate();
   // Then by the errors that each width leaves in sample rows. Gains depend on bits and steps, so
   // that a second and a third round fit better.
+  std::vector<Eigen::MatrixXf> samples(parts.size());  // coefficients; none: Gaussian channels
+  for (std::size_t part = 0; part < parts.size(); ++part) {
+    const std::size_t layer = part / 2 / static_cast<std::size_t>(shape.num_kv_heads);
+    const CodingHead& head =
+        layers[layer].coding().head(static_cast<int>(part / 2) % shape.num_kv_heads);
+    const RowSample& rows = part % 2 == 0 ? head.key_sample : head.value_sample;
+    if (rows.size() >= BudgetOptions::kFewestRows)
+      samples[part] = detail::sample_coefficients(parts[part], rows);
+  }
   std::vector<std::vector<float>> steps(
       parts.size(), std::vector<float>(static_cast<std::size_t>(shape.head_dim), 1.0F));
+  std::vector<Eigen::MatrixXf> steps_of_widths(parts.size());
   for (int round = 0; round < 3; ++round) {
-    std::vector<Eigen::MatrixXf> steps_of_widths(parts.size());
     for (std::size_t part = 0; part < parts.size(); ++part) {
-      const std::size_t layer = part / 2 / static_cast<std::size_t>(shape.num_kv_heads);
-      const CodingHead& head =
-          layers[layer].coding().head(static_cast<int>(part / 2) % shape.num_kv_heads);
-      const RowSample& sample = part % 2 == 0 ? head.key_sample : head.value_sample;
-      if (sample.size() < BudgetOptions::kFewestRows) continue;
+      if (samples[part].size() == 0) continue;
       detail::WidthErrors measured = detail::measure_widths(
-          detail::sample_coefficients(parts[part], sample), detail::channel_rms(parts[part]),
-          bits[part], steps[part], options.widths);
+          samples[part], detail::channel_rms(parts[part]), bits[part], steps[part], options.widths);
       errors[part] = parts[part].unit * measured.errors;
       steps_of_widths[part] = std::move(measured.steps);
     }
     bits = allocate();
     for (std::size_t part = 0; part < parts.size(); ++part) {
-      if (steps_of_widths[part].size() > 0)
+      if (samples[part].size() > 0)
         steps[part] = detail::steps_at(steps_of_widths[part], bits[part], options.widths);
     }
   }
