@@ -14,13 +14,11 @@ namespace {
 
 using namespace lowrankkv_c;
 
-using Sequences = std::span<const SequenceId>;
-
 }  // namespace
 
 /// The layers of a model, whatever their method.
-struct lowrankkv_cache {
-  explicit lowrankkv_cache(const CacheShape& of) : shape(of) {}
+struct lowrankkv_cache : lowrankkv_c::CacheViews {
+  using CacheViews::CacheViews;
   virtual ~lowrankkv_cache() = default;
   virtual void create(SequenceId seq) = 0;
   virtual void erase(SequenceId seq) = 0;
@@ -46,24 +44,6 @@ struct lowrankkv_cache {
   virtual std::size_t save(SequenceId seq, std::span<std::byte> buffer) const = 0;
   virtual void load(SequenceId seq, std::span<const std::byte> saved) = 0;
   virtual MemoryUsage memory(const SequenceId* seq) const = 0;
-
-  KeyView keys(const lowrankkv_rows* rows) const {
-    return view_of<KeyView>(rows, "keys", shape.num_kv_heads, shape.head_dim);
-  }
-  ValueView values(const lowrankkv_rows* rows) const {
-    return view_of<ValueView>(rows, "values", shape.num_kv_heads, shape.head_dim);
-  }
-  QueryView queries(const lowrankkv_rows* rows) const {
-    return view_of<QueryView>(rows, "queries", shape.num_qo_heads, shape.head_dim);
-  }
-  OutputView outputs(float* out, std::int64_t tokens) const {
-    return {out, tokens, shape.num_qo_heads, shape.head_dim};
-  }
-  LseView sums(float* lse, std::int64_t tokens) const {
-    return lse == nullptr ? LseView{} : LseView{lse, tokens, shape.num_qo_heads};
-  }
-
-  const CacheShape shape;
 };
 
 namespace {

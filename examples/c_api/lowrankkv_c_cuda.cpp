@@ -22,8 +22,6 @@ namespace {
 
 using namespace lowrankkv_c;
 
-using Sequences = std::span<const SequenceId>;
-
 lowrankkv_status device_error(const std::exception& error) noexcept {
   return dynamic_cast<const DeviceError*>(&error) != nullptr ? LOWRANKKV_DEVICE_ERROR
                                                              : LOWRANKKV_OTHER_ERROR;
@@ -44,8 +42,8 @@ Prompt prompt_of(std::int32_t more) {
 }  // namespace
 
 /// The layers of a model, whatever their method.
-struct lowrankkv_cuda_cache {
-  explicit lowrankkv_cuda_cache(const CacheShape& of) : shape(of) {}
+struct lowrankkv_cuda_cache : lowrankkv_c::CacheViews {
+  using CacheViews::CacheViews;
   virtual ~lowrankkv_cuda_cache() = default;
   virtual void create(SequenceId seq, cudaStream_t stream) = 0;
   virtual void erase(SequenceId seq, cudaStream_t stream) = 0;
@@ -73,25 +71,6 @@ struct lowrankkv_cuda_cache {
   virtual void load(SequenceId seq, std::span<const std::byte> saved, cudaStream_t stream) = 0;
   virtual MemoryUsage memory(const SequenceId* seq) const = 0;
   virtual std::uint32_t faults() const = 0;
-
-  KeyView keys(const lowrankkv_rows* rows) const {
-    return view_of<KeyView>(rows, "keys", shape.num_kv_heads, shape.head_dim);
-  }
-  ValueView values(const lowrankkv_rows* rows) const {
-    return view_of<ValueView>(rows, "values", shape.num_kv_heads, shape.head_dim);
-  }
-  QueryView queries(const lowrankkv_rows* rows) const {
-    return view_of<QueryView>(rows, "queries", shape.num_qo_heads, shape.head_dim);
-  }
-  OutputView outputs(float* out, std::int64_t tokens) const {
-    need(out != nullptr || tokens == 0, "out");
-    return {out, tokens, shape.num_qo_heads, shape.head_dim};
-  }
-  LseView sums(float* lse, std::int64_t tokens) const {
-    return lse == nullptr ? LseView{} : LseView{lse, tokens, shape.num_qo_heads};
-  }
-
-  const CacheShape shape;
 };
 
 namespace {

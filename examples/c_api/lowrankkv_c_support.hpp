@@ -87,8 +87,34 @@ View view_of(const lowrankkv_rows* rows, const char* name, int heads, int head_d
               dense ? head_dim : rows->head_stride, dense ? 1 : rows->element_stride);
 }
 
+/// What the caches of both ABIs begin with: views of the caller's rows, as their shape wants them.
+struct CacheViews {
+  explicit CacheViews(const CacheShape& of) : shape(of) {}
+
+  KeyView keys(const lowrankkv_rows* rows) const {
+    return view_of<KeyView>(rows, "keys", shape.num_kv_heads, shape.head_dim);
+  }
+  ValueView values(const lowrankkv_rows* rows) const {
+    return view_of<ValueView>(rows, "values", shape.num_kv_heads, shape.head_dim);
+  }
+  QueryView queries(const lowrankkv_rows* rows) const {
+    return view_of<QueryView>(rows, "queries", shape.num_qo_heads, shape.head_dim);
+  }
+  OutputView outputs(float* out, std::int64_t tokens) const {
+    need(out != nullptr || tokens == 0, "out");
+    return {out, tokens, shape.num_qo_heads, shape.head_dim};
+  }
+  LseView sums(float* lse, std::int64_t tokens) const {
+    return lse == nullptr ? LseView{} : LseView{lse, tokens, shape.num_qo_heads};
+  }
+
+  const CacheShape shape;
+};
+
+using Sequences = std::span<const SequenceId>;
+
 /// The sequences of a call.
-inline std::span<const SequenceId> sequences(const std::int64_t* seqs, std::size_t count) {
+inline Sequences sequences(const std::int64_t* seqs, std::size_t count) {
   need(seqs != nullptr || count == 0, "seqs");
   return {seqs, count};
 }
