@@ -33,16 +33,6 @@ void add_rms_norm_gradient(const float* x, const float* d_y, std::int64_t rows, 
   }
 }
 
-void rms_norm(const float* in, std::int64_t rows, int width, const std::vector<float>& weight,
-              float epsilon, float* out) {
-  for (std::int64_t row = 0; row < rows; ++row) {
-    const Eigen::Map<const Eigen::ArrayXf> x(in + row * width, width);
-    Eigen::Map<Eigen::ArrayXf>(out + row * width, width) =
-        x / std::sqrt(x.square().mean() + epsilon) *
-        Eigen::Map<const Eigen::ArrayXf>(weight.data(), width);
-  }
-}
-
 // Rows of one head in [n, heads, head_dim].
 using HeadRows = Eigen::Map<RowMajor, 0, Eigen::OuterStride<>>;
 using ConstHeadRows = Eigen::Map<const RowMajor, 0, Eigen::OuterStride<>>;

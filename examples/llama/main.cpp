@@ -250,19 +250,21 @@ int main(int argc, char** argv) try {
       ->check(CLI::Range(2, 1 << 20));
 
   std::string metric = "output";
-  calibrate
-      ->add_option(
-          "--metric", metric,
-          "what an error in a row costs, for Budgeted: a layer's output, by forward passes "
-          "alone, or the model's loss, by back-propagation")
-      ->check(CLI::IsMember({"loss", "output"}))
-      ->capture_default_str();
+  const CLI::Option* metric_given =
+      calibrate
+          ->add_option(
+              "--metric", metric,
+              "what an error in a row costs, for Budgeted: a layer's output, by forward passes "
+              "alone, or the model's loss, by back-propagation")
+          ->check(CLI::IsMember({"loss", "output"}))
+          ->capture_default_str();
   std::int64_t gradient_tokens = 40960;
-  calibrate
-      ->add_option("--gradient-tokens", gradient_tokens,
-                   "tokens of the text at most that gradients are of, in windows of 1024")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
+  const CLI::Option* gradients_given =
+      calibrate
+          ->add_option("--gradient-tokens", gradient_tokens,
+                       "tokens of the text at most that gradients are of, in windows of 1024")
+          ->check(CLI::PositiveNumber)
+          ->capture_default_str();
 
   bool pre_rope = false;
   CLI::Option* pre_rope_alone = calibrate->add_flag(
@@ -320,7 +322,14 @@ int main(int argc, char** argv) try {
   if (calibrate->parsed()) {
     if (text.empty() && !from_weights)
       throw std::runtime_error("calibrate: --text or --from-weights is needed");
+    const bool of_loss = metric == "loss";
+    if (gradients_given->count() > 0 && !of_loss)
+      throw std::runtime_error("calibrate: --gradient-tokens " + std::to_string(gradient_tokens) +
+                               " with --metric " + metric + ", which has no gradients");
     if (from_weights) {
+      if (metric_given->count() > 0)
+        throw std::runtime_error("calibrate: --metric " + metric +
+                                 " with --from-weights, which has no metric");
       if (!pre_rope_out.empty())
         throw std::runtime_error("calibrate: --from-weights has pre-RoPE keys alone, for --out; " +
                                  pre_rope_out + " asked for by --pre-rope-out");
@@ -333,7 +342,6 @@ int main(int argc, char** argv) try {
                                " are one file, two needed");
     std::vector<lowrankkv::Rope> forms{pre_rope ? lowrankkv::Rope::pre : lowrankkv::Rope::post};
     if (!pre_rope_out.empty()) forms.push_back(lowrankkv::Rope::pre);
-    const bool of_loss = metric == "loss";
     const std::string document = llama::read_text(text);
     llama::Calibration moments = llama::calibrate(
         engine, document, calibration_tokens,

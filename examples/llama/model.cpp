@@ -20,16 +20,6 @@ namespace {
 
 using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
 
-void rms_norm(const float* in, std::int64_t rows, int width, const std::vector<float>& weight,
-              float epsilon, float* out) {
-  for (std::int64_t row = 0; row < rows; ++row) {
-    const Eigen::Map<const Eigen::ArrayXf> x(in + row * width, width);
-    const float scale = 1.0F / std::sqrt(x.square().mean() + epsilon);
-    Eigen::Map<Eigen::ArrayXf>(out + row * width, width) =
-        x * scale * Eigen::Map<const Eigen::ArrayXf>(weight.data(), width);
-  }
-}
-
 // Counts of a configuration: large enough for every model, small enough that products fit.
 constexpr std::int64_t kMostFeatures = std::int64_t{1} << 24;
 constexpr std::int64_t kMostHeads = std::int64_t{1} << 14;
@@ -288,6 +278,16 @@ class Weights {
 };
 
 }  // namespace
+
+void rms_norm(const float* in, std::int64_t rows, int width, const std::vector<float>& weight,
+              float epsilon, float* out) {
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const Eigen::Map<const Eigen::ArrayXf> x(in + row * width, width);
+    const float scale = 1.0F / std::sqrt(x.square().mean() + epsilon);
+    Eigen::Map<Eigen::ArrayXf>(out + row * width, width) =
+        x * scale * Eigen::Map<const Eigen::ArrayXf>(weight.data(), width);
+  }
+}
 
 Config::Config(const std::string& path)
     : Config(JsonValue("config.json", read_json(path, "config.json"))) {}

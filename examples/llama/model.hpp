@@ -57,6 +57,10 @@ struct Linear {
   std::vector<float> bias;    // [out_features] or empty
 };
 
+/// out = in / sqrt(mean(in^2) + epsilon) weight, for every one of `rows` rows of `width` channels.
+void rms_norm(const float* in, std::int64_t rows, int width, const std::vector<float>& weight,
+              float epsilon, float* out);
+
 /// What some new tokens bring to the attention of a layer, dense: queries [n, num_qo_heads,
 /// head_dim], keys and values [n, num_kv_heads, head_dim]; queries and keys rotated to their
 /// positions, keys as they were before, too.

@@ -32,6 +32,23 @@ std::string error_of(const std::string& folder) {
   return "loaded";
 }
 
+/// Checks the logits of 12 tokens against those of the plain forward pass, [12, 40].
+void check_logits(const Model& model, const std::vector<std::int32_t>& ids,
+                  const Matrix& expected) {
+  const auto store = make_store({.method = "FullKV", .storage = lowrankkv::DType::f32},
+                                model.config(), 64, {}, model.threads());
+  store->create(0);
+  const auto hidden = model.forward(ids, 0, [&](int layer, const Projected& rows, float* out) {
+    store->prefill(layer, 0, 12, rows, out);
+  });
+  const auto logits = model.logits(hidden, 0, 12);
+  for (int t = 0; t < 12; ++t) {
+    for (int id = 0; id < 40; ++id)
+      CHECK(std::abs(logits[static_cast<std::size_t>(t * 40 + id)] - expected(t, id)) <
+            1e-4 * (1.0 + std::abs(expected(t, id))));
+  }
+}
+
 }  // namespace
 
 TEST_CASE(
@@ -60,19 +77,7 @@ TEST_CASE(
       }
       const Model model(folder, std::make_shared<lowrankkv::cpu::ThreadPool>(2));
       const std::vector<std::int32_t> ids{3, 39, 0, 7, 7, 21, 5, 30, 11, 2, 17, 9};
-      const auto store = make_store({.method = "FullKV", .storage = lowrankkv::DType::f32},
-                                    model.config(), 64, {}, model.threads());
-      store->create(0);
-      const auto hidden = model.forward(ids, 0, [&](int layer, const Projected& rows, float* out) {
-        store->prefill(layer, 0, 12, rows, out);
-      });
-      const auto logits = model.logits(hidden, 0, 12);
-      const Matrix expected = tiny.forward(ids, frequencies);
-      for (int t = 0; t < 12; ++t) {
-        for (int id = 0; id < 40; ++id)
-          CHECK(std::abs(logits[static_cast<std::size_t>(t * 40 + id)] - expected(t, id)) <
-                1e-4 * (1.0 + std::abs(expected(t, id))));
-      }
+      check_logits(model, ids, tiny.forward(ids, frequencies));
       std::filesystem::remove_all(folder);
     }
   }
@@ -96,19 +101,7 @@ TEST_CASE("the families differ in their biases") {
     const std::string folder = "tiny_family_test";
     tiny.write(folder, config + "}");
     const Model model(folder, std::make_shared<lowrankkv::cpu::ThreadPool>(1));
-    const auto store = make_store({.method = "FullKV", .storage = lowrankkv::DType::f32},
-                                  model.config(), 16, {}, model.threads());
-    store->create(0);
-    const auto hidden = model.forward(ids, 0, [&](int layer, const Projected& rows, float* out) {
-      store->prefill(layer, 0, 12, rows, out);
-    });
-    const auto logits = model.logits(hidden, 0, 12);
-    const Matrix expected = tiny.forward(ids, frequencies);
-    for (int t = 0; t < 12; ++t) {
-      for (int id = 0; id < 40; ++id)
-        CHECK(std::abs(logits[static_cast<std::size_t>(t * 40 + id)] - expected(t, id)) <
-              1e-4 * (1.0 + std::abs(expected(t, id))));
-    }
+    check_logits(model, ids, tiny.forward(ids, frequencies));
     std::filesystem::remove_all(folder);
   }
 }

@@ -9,6 +9,7 @@
 #include <sstream>
 
 #include "evaluate.hpp"
+#include "loss_metric.hpp"
 
 using namespace llama;
 
@@ -250,4 +251,33 @@ TEST_CASE("sampling follows its seed, its temperature and its nucleus") {
   CHECK(run(1.0F, 1.0F, 1) == run(1.0F, 1.0F, 1));
   CHECK(run(1.0F, 1.0F, 1) != run(1.0F, 1.0F, 2));
   CHECK(run(1.0F, 1e-6F, 3) == greedy);  // a nucleus of one token
+}
+
+TEST_CASE("the metric of the loss: rows of every window but sinks and copies, the same every run") {
+  using lowrankkv::Rope;
+  using lowrankkv::calibrate::CodingMetric;
+  const std::string text = read_text(kData + "/text/calibration_prose.txt");
+  const auto once = [&] {
+    Calibration calibration =
+        calibrate(nano(), text, 600, 300, {Rope::post, Rope::pre}, CodingMetric::loss);
+    CHECK(calibration.post_rope[0].coding().num_queries() == 0.0);
+    use_loss_metric(nano(), text, 600, 200, calibration);
+    return calibration;
+  };
+  const Calibration a = once(), b = once();
+  for (const Rope form : {Rope::post, Rope::pre}) {
+    for (std::size_t layer = 0; layer < a.of(form).size(); ++layer) {
+      const auto &own = a.of(form)[layer].coding(), &other = b.of(form)[layer].coding();
+      CHECK(own.metric() == CodingMetric::loss);
+      // 3 windows of 150 tokens, BOS before them and 50 read again behind them; 4 sinks left out.
+      CHECK(own.num_queries() == 3.0 * (151 - 4));
+      CHECK(own.head(0).key.count == own.num_queries());
+      CHECK(own.head(0).key_metric.trace() > 0.0);
+      CHECK((own.head(0).key_metric - other.head(0).key_metric).norm() <=
+            1e-4 * own.head(0).key_metric.norm());
+    }
+  }
+  Calibration none;
+  CHECK_THROWS_WITH_AS(use_loss_metric(nano(), "", 600, 200, none),
+                       doctest::Contains("at least 2 are expected"), std::runtime_error);
 }
