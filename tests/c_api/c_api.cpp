@@ -168,6 +168,11 @@ TEST_CASE("the C ABI says what went wrong") {
        "keys: type 7, 0 to 2 expected");
   keys.type = LOWRANKKV_F32;
   REQUIRE(lowrankkv_ingest(cache, 0, 1, &keys, &keys, nullptr) == LOWRANKKV_OK);
+  const std::vector<float> q = rows(random, 1, 4);
+  const lowrankkv_rows query = dense(q, 4);
+  const std::int64_t one = 1;
+  says(lowrankkv_attend(cache, 0, &one, 1, &query, nullptr, nullptr), LOWRANKKV_VALUE_ERROR,
+       "out: null, an address expected");
   std::vector<float> bad = k;
   bad[3] = NAN;
   const lowrankkv_rows damaged = dense(bad, 2);
