@@ -90,9 +90,53 @@ TEST_CASE(
   std::vector<calibrate::LayerMoments> two_kinds = model;
   two_kinds[2].coding().set_metric(calibrate::CodingMetric::loss);
   CHECK_THROWS_WITH_AS(calibrate::budgeted(two_kinds, {}),
-                       "budgeted: 1 of 3 layers have metrics of the loss, all or none expected "
-                       "(CodingStatistics::add_gradients)",
+                       "budgeted: layer 0 has a metric of the output, layer 2 of the loss, the "
+                       "same expected (CodingStatistics::metric)",
                        ValueError);
+}
+
+TEST_CASE("a budget chooses the page size that leaves most bytes for codes") {
+  std::mt19937_64 random(11);
+  const CacheShape shape{4, 2, 64};
+  const auto model = random_model(random, shape, 2, 300);
+  const auto bits_of = [](const calibrate::BudgetedModel& budgeted) {
+    std::int64_t sum = 0;
+    for (const LayerBasis& layer : budgeted.bases) {
+      for (const HeadBasis& head : layer.heads) {
+        for (const std::uint8_t width : head.key_bits) sum += width;
+        for (const std::uint8_t width : head.value_bits) sum += width;
+      }
+    }
+    return sum;
+  };
+  for (const double ratio : {0.08, 0.2}) {
+    calibrate::BudgetOptions options;
+    options.ratio = ratio;
+    options.context = 3000;
+    const calibrate::BudgetedModel chosen = calibrate::budgeted(model, options);
+    CHECK(chosen.options.page_bytes % 256 == 0);
+    CHECK(chosen.ratio_at(3000) <= ratio);
+    CacheConfig config{.shape = shape, .max_tokens = 3000};
+    chosen.configure(config);
+    CHECK(config.page_bytes == chosen.options.page_bytes);
+    for (const std::size_t size : {512, 1024, 4096, 8192}) {
+      options.page_bytes = size;
+      const calibrate::BudgetedModel fixed = calibrate::budgeted(model, options);
+      CHECK(fixed.options.page_bytes == size);
+      CHECK(bits_of(chosen) >= bits_of(fixed));
+    }
+  }
+  // A row at full rank in f32 takes 2048 bytes of a page.
+  calibrate::BudgetOptions wide;
+  wide.ratio = 0.6;
+  wide.context = 3000;
+  wide.full_type = DType::f32;
+  wide.full_row_bits = 0;
+  CHECK(calibrate::budgeted(model, wide).options.page_bytes >= 512);
+  // The Cuda backend's tiles have sizes of their own.
+  calibrate::BudgetOptions device;
+  device.context = 3000;
+  CHECK(calibrate::budgeted(model, device.for_cuda()).options.page_bytes == 4096);
 }
 
 TEST_CASE("a budget says what a sequence takes at every length, and with tokens that wait") {
@@ -103,6 +147,7 @@ TEST_CASE("a budget says what a sequence takes at every length, and with tokens 
   options.ratio = 0.15;
   options.context = 2000;
   options.page_bytes = 1024;
+  options.recent = 32;
   const calibrate::BudgetedModel budgeted = calibrate::budgeted(model, options);
   CHECK(budgeted.ratio_at(2000) <= 0.15);
   CHECK(budgeted.ratio_at(2000) > 0.145);
@@ -247,7 +292,7 @@ TEST_CASE("codes are fitted to the channels' distributions, and more bytes bring
   for (const double ratio : {0.1, 0.13, 0.16, 0.2, 0.25, 0.3}) {
     CAPTURE(ratio);
     const double own = error_of(fitted, ratio);
-    CHECK(own < 0.95 * error_of(gaussian, ratio));
+    CHECK(own < 0.985 * error_of(gaussian, ratio));
     CHECK(own < last);
     last = own;
   }

@@ -71,7 +71,6 @@ std::unique_ptr<KvStore> budgeted(Recipe recipe) {
   options.ratio = recipe.options.ratio;
   options.context = recipe.context();
   options.full_type = recipe.options.storage;
-  options.page_bytes = page_bytes(recipe);
   if (recipe.options.on_gpu) options.for_cuda();
   if (recipe.options.channels_together > 0)
     options.channels_together = recipe.options.channels_together;
@@ -112,7 +111,7 @@ std::vector<Method> coded_methods() {
       {{"Budgeted",
         "bytes, everything counted",
         "transform coding in the metric of the layer's output, bits by reverse water-filling; 4 "
-        "sinks and 32 recent tokens at full rank",
+        "sinks and 8 recent tokens at full rank",
         {0.2, 0.14, 0.1, 0.07}},
        budgeted},
       {{"Budgeted+PreRoPE",

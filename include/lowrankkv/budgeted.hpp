@@ -21,6 +21,7 @@
 #include "lowrankkv/core/error.hpp"
 #include "lowrankkv/linalg/eigen_matrix.hpp"
 #include "lowrankkv/presets.hpp"
+#include "lowrankkv/quantizer/code_layout.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
@@ -32,7 +33,7 @@ struct BudgetOptions {
   /// Length in tokens at which the budget is met. Longer sequences have a smaller ratio.
   std::int64_t context = 4096;
   int sinks = 4;               ///< first tokens, at full rank; 0 to 16 serve equally well
-  int recent = 32;             ///< last tokens, at full rank; fewer cost quality
+  int recent = 8;              ///< last tokens, at full rank, beside those that wait for a flush
   double outlier_share = 0.0;  ///< tokens with the largest error in the metric, at full rank
   /// Bits that a channel may have besides 0. 8 is needed.
   std::vector<int> widths{1, 2, 3, 4, 5, 6, 8};
@@ -43,13 +44,15 @@ struct BudgetOptions {
   double metric_floor = 1e-3;    ///< smallest eigenvalue of a metric, relative to its mean
   DType full_type = DType::f16;  ///< of rows at full rank: CacheConfig::full_type
   int full_row_bits = 8;         ///< CacheConfig::full_row_bits; 8 serves as well as 16
-  /// Page size of the pool. Small enough that partly filled pages waste little, large enough for
-  /// wide rows.
-  std::size_t page_bytes = 4096;
+  /// Page size of the pool in bytes. 0: the multiple of 256, from 512 to 8192, at which the rows of
+  /// this budget take the fewest pages' bytes. Small pages leave little unused at the end of a
+  /// list, large ones little beside their last row.
+  std::size_t page_bytes = 0;
   /// Sample rows of a head's part at which codes are fitted to them; with fewer, to a Gaussian.
   static constexpr std::int64_t kFewestRows = 128;
   /// The cache chooses its page size: configure() leaves it 0. So the Cuda backend does, whose
-  /// tiles have sizes of their own; page_bytes is then what the budget counts with.
+  /// tiles have sizes of their own. The budget then counts with page_bytes, or with 4096 if it is
+  /// 0.
   bool page_bytes_of_cache = false;
 
   /// @brief Sets the channels and widths that suit the Cuda backend's kernels: 32 channels share 2,
@@ -181,10 +184,29 @@ WidthErrors measure_widths(const Eigen::MatrixXf& coefficients, const Eigen::Vec
     gains += (coefficients.col(channel).array() / unit).square();
     coded += 1.0F;
   }
-  if (coded > 0.0F)
-    gains = (gains / coded).sqrt().max(1e-3F);
-  else
+  if (coded > 0.0F) {
+    const Eigen::ArrayXf norms = (gains / coded).sqrt().max(1e-3F);
+    Eigen::ArrayXf least =
+        Eigen::ArrayXf::Constant(norms.size(), std::numeric_limits<float>::infinity());
+    gains = norms;
+    for (int i = 0; i < kTriedGains; ++i) {
+      const Eigen::ArrayXf tried = norms * std::exp2(static_cast<float>(gain_offset(i)) / 16.0F);
+      Eigen::ArrayXf errors = Eigen::ArrayXf::Zero(tried.size());
+      for (Eigen::Index channel = 0; channel < channels; ++channel) {
+        const int width = bits[static_cast<std::size_t>(channel)];
+        if (width == 0) continue;
+        const float top = std::ldexp(1.0F, width - 1) - 0.5F;
+        const float step =
+            rms[channel] * own_steps[static_cast<std::size_t>(channel)] * gaussian_step(width);
+        const Eigen::ArrayXf own = coefficients.col(channel).array() / step;
+        errors += (((own / tried).floor() + 0.5F).max(-top).min(top) * tried - own).square();
+      }
+      gains = (errors < least).select(tried, gains);
+      least = least.min(errors);
+    }
+  } else {
     gains.setOnes();
+  }
   for (Eigen::Index channel = 0; channel < channels; ++channel) {
     const Eigen::ArrayXf own = coefficients.col(channel).array() / (gains * rms[channel]);
     const double variance = std::pow(static_cast<double>(rms[channel]), 2);
@@ -325,6 +347,31 @@ inline std::int64_t budgeted_bytes(const CacheShape& shape,
   return bytes;
 }
 
+namespace detail {
+
+/// The page size at which rows of these bits take the fewest bytes; the larger of two that are
+/// equal. A page can hold at least one row of 8 bits a channel, and one at full rank.
+/// @param bits  as budgeted_bytes() has them
+inline std::size_t best_page_bytes(const CacheShape& shape,
+                                   std::span<const std::vector<std::uint8_t>> bits,
+                                   BudgetOptions options) {
+  const std::size_t dim = static_cast<std::size_t>(shape.head_dim);
+  const std::size_t widest = 2 * dim * (std::max)(size_of(options.full_type), std::size_t{2});
+  std::size_t best = 0;
+  std::int64_t fewest = (std::numeric_limits<std::int64_t>::max)();
+  for (std::size_t size = 512; size <= (std::max)(std::size_t{8192}, 2 * widest); size += 256) {
+    if (size < widest) continue;
+    options.page_bytes = size;
+    const std::int64_t bytes = budgeted_bytes(shape, bits, options);
+    if (bytes > fewest) continue;
+    fewest = bytes;
+    best = size;
+  }
+  return best;
+}
+
+}  // namespace detail
+
 /// @brief See the declaration: budgeted_bytes() of the bits that the bases have.
 inline std::int64_t BudgetedModel::bytes_at(std::int64_t tokens, std::int64_t waiting) const {
   std::vector<std::vector<std::uint8_t>> bits;
@@ -346,20 +393,22 @@ inline std::int64_t BudgetedModel::bytes_at(std::int64_t tokens, std::int64_t wa
 /// come from reverse water-filling over all layers, heads, keys and values at once. Where
 /// calibration has sample rows, the error of each width is measured on them, channel by channel,
 /// and steps are fitted; else channels count as Gaussian. An error in a layer counts by its change
-/// of the loss, if that is what the statistics are of (CodingMetric::loss), else as its share of
+/// of the loss, if the statistics have that (CodingMetric::loss and combined), else as its share of
 /// the residual stream there (CodingStatistics::stream_square()).
 /// @param layers  calibration of every layer, of which LayerMoments::coding() is used. Without
 ///   residual streams (an engine that provides only queries, keys and values), errors count in
 ///   absolute units. Where the stream grows from layer to layer, as in most models, the first
 ///   layers then get too few bits
 /// @throws ValueError if the budget is smaller than the rows at full rank and the pages alone, if a
-/// layer has no coding statistics, if only some layers have metrics of the loss, or if only some
-/// have their residual stream; ShapeError if there is no layer
+/// layer has no coding statistics, if layers have metrics of different kinds, or if only some have
+/// their residual stream; ShapeError if there is no layer
 ///
 /// Cost: four eigendecompositions of head_dim per layer and head, and 30 x widths x head_dim levels
 /// a sample row of keys, and of values.
 template <class Real = double>
-BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions& options) {
+BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions& asked) {
+  BudgetOptions options = asked;  // with the page size that is chosen
+  if (options.page_bytes == 0) options.page_bytes = 4096;
   if (layers.empty())
     ::lowrankkv::detail::fail<ShapeError>("budgeted: num_layers 0, at least 1 needed");
   const CacheShape& shape = layers.front().shape();
@@ -379,13 +428,13 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
                                          options.metric_floor));
     }
   }
-  const auto of_loss = std::count_if(layers.begin(), layers.end(), [](const LayerMoments& moments) {
-    return moments.coding().metric() == CodingMetric::loss;
-  });
-  if (of_loss > 0 && of_loss < static_cast<std::ptrdiff_t>(layers.size())) {
-    ::lowrankkv::detail::fail<ValueError>("budgeted: ", of_loss, " of ", layers.size(),
-                                          " layers have metrics of the loss, all or none expected "
-                                          "(CodingStatistics::add_gradients)");
+  const CodingMetric first_metric = layers.front().coding().metric();
+  for (const LayerMoments& moments : layers) {
+    if (moments.coding().metric() == first_metric) continue;
+    ::lowrankkv::detail::fail<ValueError>(
+        "budgeted: layer 0 has a metric of the ", name_of(first_metric), ", layer ",
+        &moments - layers.data(), " of the ", name_of(moments.coding().metric()),
+        ", the same expected (CodingStatistics::metric)");
   }
   const auto streams = std::count_if(layers.begin(), layers.end(), [](const LayerMoments& moments) {
     return moments.coding().stream_squares().size() > 0;
@@ -409,6 +458,12 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
     for (std::vector<std::uint8_t>& own : bits) std::sort(own.begin(), own.end(), std::greater<>());
     return static_cast<double>(budgeted_bytes(shape, bits, options));
   };
+  const auto choose_pages = [&](std::vector<std::vector<std::uint8_t>> bits) {
+    if (asked.page_bytes != 0 || asked.page_bytes_of_cache) return;
+    for (std::vector<std::uint8_t>& own : bits) std::sort(own.begin(), own.end(), std::greater<>());
+    options.page_bytes = detail::best_page_bytes(shape, bits, options);
+  };
+  choose_pages(allocate_by_errors(errors, 0.0, options.widths, options.channels_together));
   const double least =
       bytes_of(allocate_by_errors(errors, 0.0, options.widths, options.channels_together));
   if (least > limit)
@@ -449,6 +504,7 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
       errors[part] = parts[part].unit * measured.errors;
       steps_of_widths[part] = std::move(measured.steps);
     }
+    choose_pages(bits);
     bits = allocate();
     for (std::size_t part = 0; part < parts.size(); ++part) {
       if (samples[part].size() > 0)

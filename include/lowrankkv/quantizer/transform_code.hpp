@@ -21,9 +21,10 @@ constexpr float gaussian_step(int bits) {
 /// (HeadBasis::key_bits, key_rms). budgeted.hpp fills them by reverse water-filling; a channel with
 /// 0 bits is not stored.
 ///
-/// A row's codes are relative to one 8-bit logarithmic gain: the root of the mean, over the
-/// channels with bits, of (coefficient / rms)^2. Steps are folded into the maps. Bytes of a row:
-/// (sum of bits + 8) / 8.
+/// A row's codes are relative to one 8-bit logarithmic gain. Its norm is the root of the mean, over
+/// the channels with bits, of (coefficient / rms)^2; of kTriedGains gains around it, the one that
+/// leaves the least squared error, in steps, is taken. Steps are folded into the maps. Bytes of a
+/// row: (sum of bits + 8) / 8.
 struct TransformCode {
   /// Steps relative to gaussian_step.
   float step_scale = 1.0F;

@@ -258,6 +258,45 @@ TEST_CASE("TransformCode stays within half a step where it does not clip, for mi
   }
 }
 
+TEST_CASE("TransformCode's gain leaves the least error of those that are tried") {
+  std::mt19937_64 random(5);
+  const std::vector<std::uint8_t> widths{8, 6, 4, 4, 3, 2, 2, 2, 1, 1, 1, 1, 1, 1, 0};
+  const int rank = static_cast<int>(widths.size());
+  const CodeLayout layout = Impl<TransformCode, Cpu>::layout({}, rank, widths);
+  const auto error_of = [&](const std::vector<float>& row, double gain) {
+    double sum = 0.0;
+    for (std::size_t c = 0; c < widths.size(); ++c) {
+      if (widths[c] == 0) continue;
+      const double top = std::exp2(widths[c] - 1.0) - 0.5;
+      const double level = std::clamp(std::floor(row[c] / gain) + 0.5, -top, top);
+      sum += std::pow(row[c] - level * gain, 2);
+    }
+    return sum;
+  };
+  std::vector<std::byte> block(block_bytes(layout, 1));
+  double chosen = 0.0, of_norms = 0.0;
+  for (int trial = 0; trial < 300; ++trial) {
+    std::vector<float> row = normal_rows(random, 1, rank, 1.0F);
+    for (std::size_t c = 0; c < row.size(); ++c) {
+      row[c] /= gaussian_step(widths[c] == 0 ? 1 : widths[c]);
+      if (random() % 8 == 0) row[c] *= 3.0F;  // tails
+    }
+    cpu::encode_codes(layout, 1, block.data(), 0, 1, row.data(), rank);
+    double norm = 0.0;
+    for (std::size_t c = 0; c + 1 < widths.size(); ++c)
+      norm += std::pow(row[c] * gaussian_step(widths[c]), 2);
+    const int code = cpu::encode_gain(static_cast<float>(std::sqrt(norm / (rank - 1))));
+    const double own = error_of(row, cpu::decode_gain(std::to_integer<std::uint8_t>(block[0])));
+    for (int offset = -8; offset <= 8; offset += 2) {
+      REQUIRE(own <=
+              error_of(row, cpu::decode_gain(static_cast<std::uint8_t>(code + offset))) * 1.0001);
+    }
+    chosen += own;
+    of_norms += error_of(row, cpu::decode_gain(static_cast<std::uint8_t>(code)));
+  }
+  CHECK(chosen < 0.95 * of_norms);
+}
+
 TEST_CASE("gains: sixteen steps an octave, monotone, zero is zero, saturating") {
   CHECK(cpu::encode_gain(0.0F) == 0);
   CHECK(cpu::decode_gain(0) == 0.0F);

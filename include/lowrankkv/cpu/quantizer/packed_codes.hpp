@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstring>
 #include <iterator>
+#include <limits>
 
 #include "lowrankkv/concepts/impl.hpp"
 #include "lowrankkv/core/scalar.hpp"
@@ -45,21 +46,61 @@ inline float decode_gain(std::uint8_t code) { return gains()[code]; }
 
 namespace detail {
 
+/// The sum of squared errors, in steps, that coding the channels of a group with this gain leaves.
+inline float error_of_gain(const CodeLayout& layout, const ScaleGroup& channels, float gain,
+                           const float* values) {
+  const float inverse = gain > 0.0F ? 1.0F / gain : 0.0F;
+  const int end = channels.first + channels.count;
+  float sum = 0.0F;
+  for (int first = channels.first; first < end;) {
+    const int bits = layout.bits[static_cast<std::size_t>(first)];
+    int stop = first + 1;  // channels of one width
+    while (stop < end && layout.bits[static_cast<std::size_t>(stop)] == bits) ++stop;
+    const float top = std::ldexp(1.0F, bits - 1) - 0.5F;
+    for (int channel = first; channel < stop; ++channel) {
+      const float level =
+          (std::min)((std::max)(std::floor(values[channel] * inverse) + 0.5F, -top), top);
+      const float error = values[channel] - level * gain;
+      sum += error * error;
+    }
+    first = stop;
+  }
+  return sum;
+}
+
+/// The code of the gain of a row (ScaleKind::norm_log8): of kTriedGains around its norm,
+/// the one that leaves the least error.
+inline std::uint8_t choose_gain(const CodeLayout& layout, const ScaleGroup& channels,
+                                const float* values) {
+  double energy = 0.0;
+  for (int channel = 0; channel < channels.count; ++channel) {
+    const int own = channels.first + channel;
+    const double value =
+        values[own] * layout.norm_weights[layout.bits[static_cast<std::size_t>(own)]];
+    energy += value * value;
+  }
+  const std::uint8_t norm =
+      encode_gain(static_cast<float>(std::sqrt(energy)) / layout.reference_norm);
+  if (norm == 0) return 0;
+  std::uint8_t best = norm;
+  float least = std::numeric_limits<float>::infinity();
+  for (int i = 0; i < kTriedGains; ++i) {
+    const auto code = static_cast<std::uint8_t>(std::clamp(norm + gain_offset(i), 1, 255));
+    const float error = error_of_gain(layout, channels, decode_gain(code), values);
+    if (!(error < least)) continue;
+    least = error;
+    best = code;
+  }
+  return best;
+}
+
 /// Writes the scale of one group of one row to the block. @return the scale as it will be read
 inline float write_scale(const CodeLayout& layout, std::size_t group, int rows_per_page,
                          std::byte* block, int row, const float* values) {
   const ScaleGroup& channels = layout.groups[group];
   std::byte* line = block + layout.scale_line(group, rows_per_page);
   if (layout.scale == ScaleKind::norm_log8) {
-    double energy = 0.0;
-    for (int channel = 0; channel < channels.count; ++channel) {
-      const int own = channels.first + channel;
-      const double value =
-          values[own] * layout.norm_weights[layout.bits[static_cast<std::size_t>(own)]];
-      energy += value * value;
-    }
-    const std::uint8_t code =
-        encode_gain(static_cast<float>(std::sqrt(energy)) / layout.reference_norm);
+    const std::uint8_t code = choose_gain(layout, channels, values);
     line[row] = static_cast<std::byte>(code);
     return decode_gain(code);
   }

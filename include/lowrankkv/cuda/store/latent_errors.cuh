@@ -69,10 +69,9 @@ __global__ void __launch_bounds__(kStoreThreads)
     for (int own = 0; own < kGroups; ++own) {
       const int from = own == 0 ? 0 : first_maps.first_coded,
                 until = kGroups == 2 && own == 0 ? first_maps.first_coded : first_maps.coded;
-      const float size = detail::size_of_rows(first_maps, latents + own_first * apart, apart,
-                                              own_rows, from, until);
-      if (lane < own_rows)
-        gains[own][own_first + lane] = detail::gain_of_size(first_maps, size, own).value;
+      const detail::StoredGain gain = detail::gains_of_rows(first_maps, latents + own_first * apart,
+                                                            apart, own_rows, from, until, own);
+      if (lane < own_rows) gains[own][own_first + lane] = gain.value;
     }
   }
   // A coefficient as it will be read, in the unit of the maps.

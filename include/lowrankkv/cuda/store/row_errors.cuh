@@ -119,11 +119,9 @@ __device__ __forceinline__ void quantise_rows(const PartMaps& maps, const float*
   for (int group = 0; group < scale_groups; ++group) {
     const int from = group == 0 ? 0 : maps.first_coded,
               until = scale_groups == 2 && group == 0 ? maps.first_coded : maps.coded;
-    gains[group] = gain_of_size(maps,
-                                size_of_rows(maps, coefficients + first * stride, stride,
-                                             end - first, from, until),
-                                group)
-                       .value;
+    gains[group] =
+        gains_of_rows(maps, coefficients + first * stride, stride, end - first, from, until, group)
+            .value;
   }
   for (int base = 0; 2 * base < channels; base += 32) {
     const int pair = base + lane;

@@ -75,16 +75,57 @@ __device__ __forceinline__ float size_of_rows(const PartMaps& maps, const float*
   return result;
 }
 
-/// The gain of a row and scale group.
-/// @param size  sum of squares, or largest magnitude, of its coefficients in steps
-__device__ inline StoredGain gain_of_size(const PartMaps& maps, float size, int group = 0) {
-  if (maps.gains == ScaleKind::norm_log8) {
-    const int code = gain_code(sqrtf(size) / maps.reference[group]);
-    return {static_cast<std::uint16_t>(code), gain_of(code)};
+/// The gains of a warp's rows for one scale group, of channels [first, end); lane i gets that of
+/// row i. ScaleKind says how they are chosen.
+/// @param coefficients  in steps, of the first row
+__device__ __forceinline__ StoredGain gains_of_rows(const PartMaps& maps, const float* coefficients,
+                                                    int stride, int rows, int first, int end,
+                                                    int group) {
+  const float size = size_of_rows(maps, coefficients, stride, rows, first, end);
+  if (maps.gains != ScaleKind::norm_log8) {
+    // Rounded up: nothing is clipped.
+    const __half up = __float2half_ru(fminf(size / maps.reference[group], 65504.0F));
+    return {__half_as_ushort(up), __half2float(up)};
   }
-  // Rounded up: nothing is clipped.
-  const __half up = __float2half_ru(fminf(size / maps.reference[group], 65504.0F));
-  return {__half_as_ushort(up), __half2float(up)};
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int of_norm = gain_code(sqrtf(size) / maps.reference[group]);
+  int chosen = of_norm;
+  for (int row = 0; row < rows; ++row) {
+    const int norm = __shfl_sync(~0U, of_norm, row);
+    if (norm == 0) continue;
+    int codes[kTriedGains];
+    float errors[kTriedGains] = {}, gains[kTriedGains], inverses[kTriedGains];
+#pragma unroll
+    for (int i = 0; i < kTriedGains; ++i) {
+      codes[i] = min(255, max(1, norm + gain_offset(i)));
+      gains[i] = gain_of(codes[i]);
+      inverses[i] = 1.0F / gains[i];
+    }
+    for (int channel = first + lane; channel < end; channel += 32) {
+      const float own = coefficients[row * stride + channel],
+                  half_range = static_cast<float>(1 << maps.bits[channel]) * 0.5F;
+#pragma unroll
+      for (int i = 0; i < kTriedGains; ++i) {
+        const float level =
+            fminf(fmaxf(floorf(own * inverses[i]), -half_range), half_range - 1.0F) + 0.5F;
+        const float error = fmaf(-level, gains[i], own);
+        errors[i] = fmaf(error, error, errors[i]);
+      }
+    }
+    int best = norm;
+    float least = INFINITY;
+#pragma unroll
+    for (int i = 0; i < kTriedGains; ++i) {
+      for (int distance = 16; distance > 0; distance /= 2)
+        errors[i] += __shfl_xor_sync(~0U, errors[i], distance);
+      if (errors[i] < least) {
+        least = errors[i];
+        best = codes[i];
+      }
+    }
+    if (lane == row) chosen = best;
+  }
+  return {static_cast<std::uint16_t>(chosen), gain_of(chosen)};
 }
 
 /// The code, of 2 half_range levels, of a coefficient in steps divided by its gain.
@@ -121,10 +162,10 @@ __device__ void store_gains(const HeadTiles& layout, const PartMaps& maps, Part 
   for (int group = 0; group < scale_groups; ++group) {
     const int first = group == 0 ? 0 : maps.first_coded,
               last = scale_groups == 2 && group == 0 ? maps.first_coded : maps.coded;
-    const float size = size_of_rows(maps, memory.coefficients + warp * kWarpRows * (maps.rank + 1),
-                                    maps.rank + 1, kWarpRows, first, last);
+    const StoredGain gain =
+        gains_of_rows(maps, memory.coefficients + warp * kWarpRows * (maps.rank + 1), maps.rank + 1,
+                      kWarpRows, first, last, group);
     if (lane >= kWarpRows || row < begin || row >= end) continue;
-    const StoredGain gain = gain_of_size(maps, size, group);
     std::uint8_t* place =
         reinterpret_cast<std::uint8_t*>(memory.tile) + layout.gain_place(part, row, group);
     if (layout.gain_bytes() == 1)
