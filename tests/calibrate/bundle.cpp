@@ -76,12 +76,15 @@ TEST_CASE("a bundle knows what its metrics measure, and earlier ones are read") 
                        "calibration bundle: the metric of the first layer is of the loss, of "
                        "another of the output",
                        ShapeError);
-  model[1].coding().set_metric(calibrate::CodingMetric::loss);
-  writer = calibrate::write_moments(model);
-  CHECK(reread(writer)[1].coding().metric() == calibrate::CodingMetric::loss);
+  for (const auto metric : {calibrate::CodingMetric::loss, calibrate::CodingMetric::combined}) {
+    for (auto& layer : model) layer.coding().set_metric(metric);
+    writer = calibrate::write_moments(model);
+    CHECK(reread(writer)[1].coding().metric() == metric);
+  }
   writer.set_metadata("coded_metric", "other");
   CHECK_THROWS_WITH_AS(reread(writer),
-                       "calibration bundle: coded_metric other, expected output or loss",
+                       "calibration bundle: coded_metric other, expected output, loss or "
+                       "combined",
                        FormatError);
   std::remove(path.c_str());
 }

@@ -257,4 +257,61 @@ TEST_CASE("metrics of the loss are the second moments of gradients") {
                   ShapeError);
 }
 
+TEST_CASE("combined metrics have the mean shape and the geometric mean size of loss and output") {
+  std::mt19937_64 random(12);
+  constexpr int dim = 8, n = 60, exempt = 3;
+  const CacheShape shape{4, 2, dim};
+  const auto q = gaussian_rows(random, n * 4 * dim), k = gaussian_rows(random, n * 2 * dim),
+             v = gaussian_rows(random, n * 2 * dim), dk = gaussian_rows(random, n * 2 * dim),
+             dv = gaussian_rows(random, n * 2 * dim), h = gaussian_rows(random, n * 16);
+  const KeyView key(k.data(), n, 2, dim), key_gradient(dk.data(), n, 2, dim);
+  const ValueView value(v.data(), n, 2, dim), value_gradient(dv.data(), n, 2, dim);
+  calibrate::CodingStatistics loss(shape, {}, exempt), output(shape, {}, exempt);
+  calibrate::CodingStatistics combined = loss;
+  CHECK_THROWS_WITH_AS(combined.combine(output),
+                       "coding statistics: metrics of the output and of the output, loss and "
+                       "output expected",
+                       ValueError);
+  loss.add_gradients(key, value, key_gradient, value_gradient);
+  combined = loss;
+  CHECK_THROWS_WITH_AS(combined.combine(output),
+                       "coding statistics: the metric of the output is of 0 rows, at least 1 "
+                       "needed",
+                       ValueError);
+  output.add({q.data(), n, 4, dim}, key, value, n / 2);
+  output.add_residual_stream({h.data(), n, 16});
+  CHECK_THROWS_AS(combined.combine(calibrate::CodingStatistics({4, 2, 2 * dim})), ShapeError);
+  CHECK_THROWS_WITH_AS(combined.combine(calibrate::CodingStatistics(
+                           shape, support::pre_rope(RopePairing::half_split, 100.0), exempt)),
+                       "coding statistics: of post-RoPE and of pre-RoPE keys, the same expected",
+                       ValueError);
+  CHECK(combined.metric() == calibrate::CodingMetric::loss);  // errors change nothing
+  combined.combine(output);
+  CHECK(combined.metric() == calibrate::CodingMetric::combined);
+  CHECK(combined.error_scale() == n - exempt);
+  for (int head = 0; head < 2; ++head) {
+    const auto check = [&](const MatrixXd& metric, const MatrixXd& of_loss,
+                           const MatrixXd& of_output) {
+      const MatrixXd f = of_loss / (n - exempt),
+                     o = of_output / (output.num_queries() * output.stream_square());
+      const MatrixXd expected =
+          (f / f.trace() + o / o.trace()) / 2.0 * std::sqrt(f.trace() * o.trace());
+      CHECK((metric / combined.error_scale() - expected).norm() < 1e-12 * expected.norm());
+    };
+    check(combined.head(head).key_metric, loss.head(head).key_metric, output.head(head).key_metric);
+    check(combined.head(head).value_metric, loss.head(head).value_metric,
+          output.head(head).value_metric);
+    CHECK(combined.head(head).key.count == loss.head(head).key.count);
+  }
+  CHECK_THROWS_AS(combined.combine(output), ValueError);  // once
+  CHECK_THROWS_AS(combined.add_gradients(key, value, key_gradient, value_gradient), ValueError);
+  // A head that nothing reads stays without a metric.
+  calibrate::CodingStatistics unread = loss;
+  calibrate::CodingStatistics silent = output;
+  silent.head(1).key_metric.setZero();
+  unread.combine(silent);
+  CHECK(unread.head(1).key_metric.norm() == 0.0);
+  CHECK(unread.head(1).value_metric.norm() > 0.0);
+}
+
 }  // namespace coding_statistics_tests

@@ -31,11 +31,11 @@
 ///     layers.i.coded_queries    [1]  queries that the metrics sum over; of the loss: rows
 ///     layers.i.stream_squares   [rows]
 ///
-/// The metadata `coded_metric`, from version 5 on, is `output` or `loss` (CodingMetric): what an
-/// error in a row costs. stream_squares holds |h|^2 of rows of the residual stream behind the
-/// layer's attention; no rows if the writer saw none. For pre-RoPE keys there are also the metadata
-/// `pairing` (`half_split` or `interleaved`) and the tensor rope.frequencies [pairs], radians per
-/// token.
+/// The metadata `coded_metric`, from version 5 on, is `output`, `loss` or `combined`
+/// (CodingMetric): what an error in a row costs. stream_squares holds |h|^2 of rows of the residual
+/// stream behind the layer's attention; no rows if the writer saw none. For pre-RoPE keys there are
+/// also the metadata `pairing` (`half_split` or `interleaved`) and the tensor rope.frequencies
+/// [pairs], radians per token.
 ///
 /// Moments are sufficient: every kind of basis at every rank follows from them
 /// (LayerMoments::basis). The moments of two runs can be added.
@@ -45,6 +45,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <limits>
 #include <map>
 #include <string>
@@ -58,9 +59,8 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
 namespace detail {
 
-inline const char* metric_name(CodingMetric metric) {
-  return metric == CodingMetric::loss ? "loss" : "output";
-}
+inline constexpr CodingMetric kMetrics[] = {CodingMetric::output, CodingMetric::loss,
+                                            CodingMetric::combined};
 
 /// Raises FormatError unless `moments` can be those of rows in f32, of which there are 2^53 at
 /// most.
@@ -118,13 +118,13 @@ io::SafetensorsWriter write_moments(const std::vector<LayerMoments>& layers,
     if (layer.coding().metric() != layers.front().coding().metric())
       ::lowrankkv::detail::fail<ShapeError>(
           "calibration bundle: the metric of the first layer is of the ",
-          detail::metric_name(layers.front().coding().metric()), ", of another of the ",
-          detail::metric_name(layer.coding().metric()));
+          name_of(layers.front().coding().metric()), ", of another of the ",
+          name_of(layer.coding().metric()));
   }
   for (const auto& [key, value] : metadata) writer.set_metadata(key, value);
   writer.set_metadata("format", "lowrankkv.moments");
   writer.set_metadata("version", "5");
-  writer.set_metadata("coded_metric", detail::metric_name(layers.front().coding().metric()));
+  writer.set_metadata("coded_metric", name_of(layers.front().coding().metric()));
   writer.set_metadata("keys", layers.front().rope().keys == Rope::pre ? "pre_rope" : "post_rope");
   writer.set_metadata("num_layers", std::to_string(layers.size()));
   writer.set_metadata("num_qo_heads", std::to_string(shape.num_qo_heads));
@@ -229,9 +229,12 @@ std::vector<LayerMoments> read_moments(const io::Safetensors& file, const CacheS
         ", expected lowrankkv.moments version 4 or 5 (calibrate again)");
   }
   const std::string measured_by = earlier ? "output" : metadata("coded_metric");
-  if (measured_by != "output" && measured_by != "loss")
+  const auto known_metric =
+      std::find_if(std::begin(detail::kMetrics), std::end(detail::kMetrics),
+                   [&](CodingMetric known) { return measured_by == name_of(known); });
+  if (known_metric == std::end(detail::kMetrics))
     ::lowrankkv::detail::fail<FormatError>("calibration bundle: coded_metric ", measured_by,
-                                           ", expected output or loss");
+                                           ", expected output, loss or combined");
   const auto same = [&](const std::string& key, int model) {
     if (metadata(key) != std::to_string(model))
       ::lowrankkv::detail::fail<ShapeError>(key, ": bundle ", metadata(key), ", model ", model);
@@ -290,7 +293,7 @@ std::vector<LayerMoments> read_moments(const io::Safetensors& file, const CacheS
       }
     };
     CodingStatistics& coding = layers[i].coding();
-    coding.set_metric(measured_by == "loss" ? CodingMetric::loss : CodingMetric::output);
+    coding.set_metric(*known_metric);
     const auto read_coding = [&](const std::string& name, Moments CodingHead::*moments,
                                  RowSample CodingHead::*sample,
                                  Eigen::MatrixXd CodingHead::*metric) {

@@ -24,7 +24,8 @@
 ///
 /// An engine that can compute gradients has a better metric: what an error costs the model's loss
 /// (CodingMetric::loss, add_gradients()). It sees how later layers use what this one gives, and
-/// needs no assumption on the stream. The metrics above need forward passes only. Continuations
+/// needs no assumption on the stream. The mean of both is better than either (combine()). The
+/// metrics above need forward passes only. Continuations
 /// should contain retrieval as well as text: let the model read spans of the context a second time.
 ///
 /// Pre-RoPE keys: with respect to them, each query is rotated back by the key's position. q_i
@@ -72,9 +73,17 @@ struct CodingHead {
 
 /// @brief What the metrics of CodingStatistics measure an error by.
 enum class CodingMetric {
-  output,  ///< the change of a layer's output: forward passes alone (CodingStatistics::add)
-  loss     ///< the change of the model's loss: gradients (CodingStatistics::add_gradients)
+  output,   ///< the change of a layer's output: forward passes alone (CodingStatistics::add)
+  loss,     ///< the change of the model's loss: gradients (CodingStatistics::add_gradients)
+  combined  ///< the mean of both (CodingStatistics::combine)
 };
+
+/// @brief The name of a metric in bundles and errors: output, loss, combined.
+inline const char* name_of(CodingMetric metric) {
+  return metric == CodingMetric::output ? "output"
+         : metric == CodingMetric::loss ? "loss"
+                                        : "combined";
+}
 
 /// @brief Collects one layer's statistics for transform coding, one sequence at a time.
 class CodingStatistics {
@@ -158,7 +167,7 @@ class CodingStatistics {
   }
   /// @brief Divisor of the metrics for comparing layers: the number of queries that they sum over,
   /// times the median |h|^2, or times 1 if no rows of the residual stream were added. For metrics
-  /// of the loss, the number of rows.
+  /// of the loss, and combined ones, the number of rows.
   double error_scale() const {
     const bool relative = metric_ == CodingMetric::output && stream_squares_.size() > 0;
     return num_queries_ * (relative ? stream_square() : 1.0);
@@ -247,6 +256,55 @@ class CodingStatistics {
     }
     num_queries_ += static_cast<double>(n - first);
   }
+  /// @brief Makes these metrics, which are of the loss, the mean of both kinds. Per head and part,
+  /// with F = A / rows of the loss, and O = A / error_scale() of the output:
+  ///
+  ///     A = (F / tr F + O / tr O) / 2 * sqrt(tr F tr O)
+  ///
+  /// Both estimate what an error costs, with errors of their own. Gradients see what later layers
+  /// make of a row, but a few tokens decide their sums; outputs are smooth, and see one layer.
+  /// Sizes are averaged in their logarithms, because they range over several powers of ten.
+  /// Moments and samples stay those of the rows with gradients.
+  /// @param outputs  statistics of the same layer and form of keys, from add()
+  /// @throws ValueError if these are not of the loss, `outputs` not of the output, or one has no
+  /// rows; ShapeError if shapes differ
+  template <class Real = double>
+  void combine(const CodingStatistics& outputs) {
+    if (!(outputs.shape_ == shape_))
+      ::lowrankkv::detail::fail<ShapeError>("head_dim: metrics of the loss ", shape_.head_dim,
+                                            ", of the output ", outputs.shape_.head_dim,
+                                            ": shapes differ");
+    if (metric_ != CodingMetric::loss || outputs.metric_ != CodingMetric::output)
+      ::lowrankkv::detail::fail<ValueError>("coding statistics: metrics of the ", name_of(metric_),
+                                            " and of the ", name_of(outputs.metric_),
+                                            ", loss and output expected");
+    if (outputs.rotates() != rotates())
+      ::lowrankkv::detail::fail<ValueError>("coding statistics: of ", rotates() ? "pre" : "post",
+                                            "-RoPE and of ", outputs.rotates() ? "pre" : "post",
+                                            "-RoPE keys, the same expected");
+    for (const CodingStatistics* own : {static_cast<const CodingStatistics*>(this), &outputs}) {
+      if (!(own->num_queries_ > 0.0))
+        ::lowrankkv::detail::fail<ValueError>("coding statistics: the metric of the ",
+                                              name_of(own->metric_), " is of ", own->num_queries_,
+                                              " rows, at least 1 needed");
+    }
+    const double scale = outputs.error_scale();
+    for (int index = 0; index < shape_.num_kv_heads; ++index) {
+      const auto mean = [&](Eigen::MatrixX<Real>& loss, const Eigen::MatrixX<Real>& output) {
+        const double of_loss = loss.trace(), of_output = output.trace();
+        if (!(of_loss > 0.0) || !(of_output > 0.0)) {  // one says that errors cost nothing
+          loss.setZero();
+          return;
+        }
+        const double size = std::sqrt(of_loss / num_queries_ * of_output / scale);
+        const Eigen::MatrixX<Real> shape = loss / of_loss + output / of_output;
+        loss = 0.5 * size * num_queries_ * shape;
+      };
+      mean(head(index).key_metric, outputs.head(index).key_metric);
+      mean(head(index).value_metric, outputs.head(index).value_metric);
+    }
+    metric_ = CodingMetric::combined;
+  }
   /// @brief add() on the calling thread.
   template <class = void>
   void add(const QueryView& query, const KeyView& key, const ValueView& value, std::int64_t context,
@@ -265,9 +323,8 @@ class CodingStatistics {
   void become(CodingMetric metric) {
     if (num_queries_ > 0.0 && metric != metric_)
       ::lowrankkv::detail::fail<ValueError>("coding statistics: rows with a metric of the ",
-                                            metric == CodingMetric::loss ? "loss" : "output",
-                                            " added to those of the ",
-                                            metric_ == CodingMetric::loss ? "loss" : "output");
+                                            name_of(metric), " added to those of the ",
+                                            name_of(metric_));
     metric_ = metric;
   }
 
