@@ -6,6 +6,7 @@
 #include <cmath>
 #include <fstream>
 #include <cstdint>
+#include <numeric>
 #include <random>
 #include <sstream>
 #include <stdexcept>
@@ -13,24 +14,10 @@
 #include "lowrankkv/calibrate/bundle.hpp"
 #include "lowrankkv/calibrate/weights.hpp"
 #include "progress.hpp"
+#include "teacher_forcing.hpp"
 
 namespace llama {
-namespace {
 
-constexpr lowrankkv::SequenceId kSequence = 0;
-constexpr int kWindow = 1024;
-constexpr int kPrompt = 256;
-constexpr int kStep = 16;
-
-using Ids = std::vector<std::int32_t>;
-
-Ids slice(const Ids& ids, std::size_t first, std::size_t count) {
-  return {ids.begin() + static_cast<std::ptrdiff_t>(first),
-          ids.begin() + static_cast<std::ptrdiff_t>(first + count)};
-}
-
-/// Prefills the first contender exactly and hands the same keys and values to the others. In chunks
-/// it is not exact, and each method's would be another: then there may be one only.
 void prefill_all(const Engine& engine, std::vector<Contender>& contenders, const Ids& tokens) {
   if (contenders.front().options.prefill_chunk > 0 && contenders.size() > 1) {
     throw std::runtime_error("prefill in chunks: " + std::to_string(contenders.size()) +
@@ -45,12 +32,7 @@ void prefill_all(const Engine& engine, std::vector<Contender>& contenders, const
   });
 }
 
-double log_probability(const float* logits, int vocabulary, std::int32_t target) {
-  const float top = *std::max_element(logits, logits + vocabulary);
-  double sum = 0.0;
-  for (int i = 0; i < vocabulary; ++i) sum += std::exp(static_cast<double>(logits[i] - top));
-  return static_cast<double>(logits[target] - top) - std::log(sum);
-}
+namespace {
 
 std::int32_t argmax(const float* logits, int vocabulary) {
   return static_cast<std::int32_t>(std::max_element(logits, logits + vocabulary) - logits);
@@ -62,6 +44,12 @@ double Row::mean_exact_match() const {
   double sum = 0.0;
   for (const auto& [task, score] : exact_match) sum += score;
   return exact_match.empty() ? 0.0 : sum / static_cast<double>(exact_match.size());
+}
+
+double Row::mean_string_match() const {
+  double sum = 0.0;
+  for (const auto& [task, score] : string_match) sum += score;
+  return string_match.empty() ? 0.0 : sum / static_cast<double>(string_match.size());
 }
 
 double Row::excess() const {
@@ -386,48 +374,6 @@ std::vector<lowrankkv::calibrate::LayerMoments> calibrate_from_weights(const Eng
   return moments;
 }
 
-void measure_bits_per_byte(const Engine& engine, std::vector<Contender>& contenders,
-                           const std::string& name, const std::string& text, int max_windows) {
-  const Config& config = engine.model.config();
-  const Ids ids = encode_documents(engine, text);
-  const std::size_t body = config.bos >= 0 ? kWindow - 1 : kWindow;
-  const std::size_t windows = std::min(ids.size() / body, static_cast<std::size_t>(max_windows));
-  if (windows == 0)
-    throw std::runtime_error("bits per byte: " + name + " has " + std::to_string(ids.size()) +
-                             " tokens, a window needs " + std::to_string(body));
-  std::vector<double> nats(contenders.size(), 0.0);
-  std::int64_t bytes = 0;
-  Progress progress("bits per byte, " + name,
-                    static_cast<std::int64_t>(windows * contenders.size()));
-  for (std::size_t w = 0; w < windows; ++w) {
-    Ids window = slice(ids, w * body, body);
-    if (config.bos >= 0) window.insert(window.begin(), config.bos);
-    prefill_all(engine, contenders, slice(window, 0, kPrompt));
-    for (std::size_t i = kPrompt + 1; i < window.size(); ++i)
-      bytes += static_cast<std::int64_t>(engine.tokenizer.bytes(window[i]).size());
-    for (std::size_t c = 0; c < contenders.size(); ++c) {
-      for (std::size_t at = kPrompt; at < window.size(); at += kStep) {
-        const std::vector<float> hidden =
-            decode(engine, *contenders[c].store, kSequence, slice(window, at, kStep));
-        const std::vector<float> logits = engine.model.logits(hidden, 0, kStep);
-        for (std::size_t i = 0; i < kStep && at + i + 1 < window.size(); ++i) {
-          if (engine.tokenizer.bytes(window[at + i + 1]).empty())
-            continue;  // a boundary of documents
-          nats[c] -=
-              log_probability(logits.data() + i * static_cast<std::size_t>(config.vocabulary_size),
-                              config.vocabulary_size, window[at + i + 1]);
-        }
-      }
-      note_memory(engine, contenders[c]);
-      contenders[c].row.text_ratio_measured = contenders[c].row.ratio_measured;
-      contenders[c].store->erase(kSequence);
-      progress.step();
-    }
-  }
-  for (std::size_t c = 0; c < contenders.size(); ++c)
-    contenders[c].row.bits_per_byte[name] = nats[c] / std::log(2.0) / static_cast<double>(bytes);
-}
-
 namespace {
 
 /// What measure_retrieval needs of a sample, which may be one that nobody loaded from a file.
@@ -500,6 +446,86 @@ void measure_retrieval(const Engine& engine, std::vector<Contender>& contenders,
       contender.row.exact_match[task] =
           static_cast<double>(hits) / static_cast<double>(outcomes.size());
       contender.row.samples[task] = static_cast<int>(outcomes.size());
+    }
+  }
+}
+
+namespace {
+
+/// What measure_ruler needs of a sample: its prompt's ids, and that the answer has room behind
+/// them.
+std::vector<Ids> encode_ruler(const Engine& engine, const std::vector<RulerSample>& samples) {
+  const std::int64_t most = engine.model.config().max_positions;
+  std::vector<Ids> prompts;
+  for (std::size_t i = 0; i < samples.size(); ++i) {
+    prompts.push_back(encode_prompt(engine, samples[i].prompt));
+    const auto tokens = static_cast<std::int64_t>(prompts.back().size());
+    const std::string name =
+        "ruler: sample " + std::to_string(i) + " of task " + samples[i].task + ": ";
+    if (tokens < 2)
+      throw std::runtime_error(name + "a prompt of " + std::to_string(tokens) +
+                               " tokens, at least 2 expected");
+    if (tokens + samples[i].scoring.tokens - 1 > most)
+      throw std::runtime_error(name + std::to_string(tokens) + " tokens and an answer of " +
+                               std::to_string(samples[i].scoring.tokens) + ", the model has " +
+                               std::to_string(most) + " positions");
+  }
+  return prompts;
+}
+
+/// Decodes `rest` behind what is stored, then generates until the score is certain.
+double ruler_score(const Engine& engine, KvStore& store, const Ids& rest,
+                   const RulerSample& sample) {
+  const Config& config = engine.model.config();
+  std::vector<float> hidden;
+  std::size_t count = 0;
+  for (std::size_t at = 0; at < rest.size(); at += count) {
+    count = std::min(kStep, rest.size() - at);
+    hidden = decode(engine, store, kSequence, slice(rest, at, count));
+  }
+  Ids answer;
+  double score = 0.0;
+  for (auto last = static_cast<std::int64_t>(count) - 1;; last = 0) {
+    const std::vector<float> logits = engine.model.logits(hidden, last, 1);
+    const std::int32_t next = argmax(logits.data(), config.vocabulary_size);
+    if (std::find(config.eos.begin(), config.eos.end(), next) != config.eos.end()) break;
+    answer.push_back(next);
+    score = string_match(engine.tokenizer.decode(answer), sample);
+    if (score == 1.0 || static_cast<int>(answer.size()) == sample.scoring.tokens) break;
+    hidden = decode(engine, store, kSequence, {next});
+  }
+  return score;
+}
+
+}  // namespace
+
+void measure_ruler(const Engine& engine, std::vector<Contender>& contenders, const std::string& set,
+                   const std::vector<RulerSample>& samples, int tail) {
+  if (tail < 1)
+    throw std::runtime_error("ruler: a tail of " + std::to_string(tail) +
+                             " tokens, at least 1 expected");
+  const std::vector<Ids> prompts = encode_ruler(engine, samples);
+  for (Contender& contender : contenders)
+    contender.row.match_scores.clear(), contender.row.retrieval_set = set;
+  Progress progress("ruler", static_cast<std::int64_t>(samples.size() * contenders.size()));
+  for (std::size_t i = 0; i < samples.size(); ++i) {
+    const Ids& ids = prompts[i];
+    const std::size_t prompt =
+        ids.size() - std::min(ids.size() - 1, static_cast<std::size_t>(tail));
+    prefill_all(engine, contenders, slice(ids, 0, prompt));
+    for (Contender& contender : contenders) {
+      note_memory(engine, contender);
+      contender.row.match_scores[samples[i].task].push_back(ruler_score(
+          engine, *contender.store, slice(ids, prompt, ids.size() - prompt), samples[i]));
+      contender.store->erase(kSequence);
+      progress.step();
+    }
+  }
+  for (Contender& contender : contenders) {
+    for (const auto& [task, scores] : contender.row.match_scores) {
+      contender.row.string_match[task] =
+          std::accumulate(scores.begin(), scores.end(), 0.0) / static_cast<double>(scores.size());
+      contender.row.samples[task] = static_cast<int>(scores.size());
     }
   }
 }

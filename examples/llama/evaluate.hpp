@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What the programs measure: calibration moments, bits per byte, retrieval. All through the public
-// cache API. Speed: speed.hpp.
+// What the programs measure: calibration moments, bits per byte, divergence from FullKV, retrieval.
+// All through the public cache API. Speed: speed.hpp.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +14,7 @@
 
 #include "kv_store.hpp"
 #include "model.hpp"
+#include "ruler.hpp"
 #include "samples.hpp"
 #include "tokenizer.hpp"
 
@@ -37,6 +38,24 @@ struct Speed {
   std::vector<double> seconds;  ///< of every round
 };
 
+/// How a text is cut into windows. Each begins with BOS, if the model has one. All of its tokens
+/// but the last `decoded` are prefilled and compressed, the rest teacher-forced in steps of 16
+/// through append and attend. Scored is what these steps predict of the window: decoded - 1
+/// positions, less boundaries of documents.
+struct WindowShape {
+  std::int64_t tokens = 1024;  ///< of a window, BOS included; at most what the model takes
+  std::int64_t decoded = 768;  ///< 2 to tokens - 1
+};
+
+/// KL(FullKV || method) of the next-token distribution at scored positions, in nats.
+struct Divergence {
+  double mean = 0.0;
+  double median = 0.0;  ///< and the next, by nearest rank: the least value that 50 % do not exceed
+  double p999 = 0.0;    ///< 99.9th percentile; the largest of fewer than 1000 positions
+  double top1 = 0.0;    ///< fraction of positions at which both have the same most likely token
+  std::int64_t positions = 0;
+};
+
 /// One row of every table: a method at a ratio, and what was measured of it. Only what was measured
 /// is written.
 struct Row {
@@ -48,17 +67,24 @@ struct Row {
   std::int64_t context = 0;      ///< tokens at which the bytes were measured
   std::map<std::string, double> bits_per_byte;  ///< by text
   double text_ratio_measured = 0.0;  ///< ratio_measured at the end of the windows of bits_per_byte
-  std::string retrieval_set;         ///< which samples exact_match is of
-  std::map<std::string, double> exact_match;  ///< by task, a fraction
-  std::map<std::string, int> samples;         ///< by task
+  WindowShape window;                ///< of those
+  std::map<std::string, int> windows;            ///< how many, by text
+  std::map<std::string, Divergence> divergence;  ///< by text
+  Divergence all_texts;                          ///< of the positions of all texts of divergence
+  std::string retrieval_set;                     ///< which samples exact_match is of
+  std::map<std::string, double> exact_match;     ///< by task, a fraction
+  std::map<std::string, int> samples;            ///< by task
   std::map<std::string, std::string>
-      outcomes;                    ///< by task: 1 or 0 for every sample, in the order of the set
+      outcomes;  ///< by task: 1 or 0 for every sample, in the order of the set
+  std::map<std::string, double> string_match;               ///< by task of RULER, a fraction
+  std::map<std::string, std::vector<double>> match_scores;  ///< by task of RULER, of every sample
   std::int64_t prompt_tokens = 0;  ///< of the prompt whose speed was measured
   Speed prefill, decode;           ///< decode: single tokens behind that prompt
   /// The most that ratio_measured was of any prompt, window or text, and the tokens of that one.
   double largest_ratio_measured = 0.0;
   std::int64_t largest_context = 0;
   double mean_exact_match() const;
+  double mean_string_match() const;
   /// How much more than `ratio` that was: 0.6 where 0.08 was measured and 0.05 asked for. 0 if not
   /// more, and for methods without a ratio.
   double excess() const;
@@ -114,11 +140,29 @@ Calibration calibrate(
 /// their norm. No statistics for transform coding.
 std::vector<lowrankkv::calibrate::LayerMoments> calibrate_from_weights(const Engine& engine);
 
-/// Bits per byte: windows of 1024 tokens beginning with BOS, the first 256 prefilled and
-/// compressed, the rest teacher-forced in steps of 16 through append and attend; scored is what
-/// those steps predict. Fills row.bits_per_byte[name] of all.
+/// Bits per byte of windows of a text. Fills row.bits_per_byte[name] of all. Throws
+/// std::runtime_error if the text is shorter than a window, or the shape is none.
 void measure_bits_per_byte(const Engine& engine, std::vector<Contender>& contenders,
-                           const std::string& name, const std::string& text, int max_windows);
+                           const std::string& name, const std::string& text, int max_windows,
+                           const WindowShape& shape = {});
+
+/// A text and what it is called in results.
+struct NamedText {
+  std::string name;
+  std::string text;
+};
+/// The texts of files, and of the *.txt of folders, called as their files without extension. Throws
+/// std::runtime_error if two have one name, or a folder has none.
+std::vector<NamedText> read_texts(const std::vector<std::string>& paths);
+
+/// Divergence from FullKV on windows of texts, of each text and of the positions of all together;
+/// bits per byte, which the same pass gives, too. The first contender of method FullKV, which must
+/// be there, is the reference: it decodes once, a step ahead of all others, so that logits of no
+/// more than 16 positions are held. Fills row.divergence, all_texts and bits_per_byte of all.
+/// Throws as measure_bits_per_byte().
+void measure_divergence(const Engine& engine, std::vector<Contender>& contenders,
+                        const std::vector<NamedText>& texts, int max_windows,
+                        const WindowShape& shape = {});
 
 /// Exact match: the prompt without its last `tail` tokens is prefilled exactly and compressed, the
 /// tail and the answer are teacher-forced; a sample counts when every answer token is the argmax.
@@ -126,6 +170,15 @@ void measure_bits_per_byte(const Engine& engine, std::vector<Contender>& contend
 /// @param set  what the samples are called in results
 void measure_retrieval(const Engine& engine, std::vector<Contender>& contenders,
                        const std::string& set, const std::vector<Sample>& samples, int tail);
+
+/// RULER's scores: the prompt without its last `tail` tokens is prefilled exactly and compressed,
+/// the tail is decoded, and an answer generated, greedily, of at most as many tokens as RULER
+/// takes. A sample's score is that of string_match(); generation ends where it cannot change any
+/// more. One exact prefill serves all contenders. Throws std::runtime_error if a prompt and its
+/// answer do not fit into the model's context, before anything is measured.
+/// @param set  what the samples are called in results
+void measure_ruler(const Engine& engine, std::vector<Contender>& contenders, const std::string& set,
+                   const std::vector<RulerSample>& samples, int tail);
 
 struct Sampling {
   float temperature = 0.0F;  ///< 0: greedy

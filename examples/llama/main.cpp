@@ -12,6 +12,7 @@
 #include <stdexcept>
 
 #include "evaluate.hpp"
+#include "json_file.hpp"
 #include "loss_metric.hpp"
 #include "lowrankkv/calibrate/bundle.hpp"
 #include "report.hpp"
@@ -27,6 +28,7 @@ struct Options {
   std::vector<double> ratios{0.6};
   std::vector<std::string> bases;
   std::string json;
+  std::string csv;
   int threads = 2;
   std::uint64_t seed = 0;
   llama::MethodOptions method;
@@ -45,6 +47,7 @@ struct Options {
   }
   void add_method(CLI::App* app) {
     app->add_option("--json", json, "write the table's rows to this file");
+    app->add_option("--csv", csv, "write the table's rows to this file, with commas between");
     app->add_option("--method", methods, "method, or several separated by commas (see 'methods')")
         ->delimiter(',')
         ->capture_default_str();
@@ -73,7 +76,8 @@ struct Options {
         ->option_text("keys|queries-and-keys|query-aware [queries-and-keys]");
     app->add_option("--context", method.context,
                     "tokens at which methods that think in bytes or windows meet their ratio; "
-                    "default: bpb 1024, retrieve its first prompt's, speed its prompt's, generate "
+                    "default: bpb and kl their windows', retrieve its first prompt's, speed its "
+                    "prompt's, generate "
                     "those of prompt and answer, but at least 2048 or the model's context if that "
                     "is less")
         ->check(CLI::PositiveNumber);
@@ -126,11 +130,12 @@ std::vector<llama::Row> rows_of(const std::vector<llama::Contender>& contenders)
   return rows;
 }
 
-/// Says where more bytes were used than asked for, and writes --json.
+/// Says where more bytes were used than asked for, and writes --json and --csv.
 void close(const Options& options, const std::vector<llama::Row>& rows) {
   for (const std::string& line : llama::excess_warnings(rows))
     std::fprintf(stderr, "%s\n", line.c_str());
   if (!options.json.empty()) llama::write_json(options.json, rows);
+  if (!options.csv.empty()) llama::write_csv(options.csv, rows);
 }
 
 void finish(const Options& options, const std::vector<llama::Row>& rows) {
@@ -147,6 +152,37 @@ void save(const std::string& path, const std::vector<lowrankkv::calibrate::Layer
               moments.front().rope().keys == lowrankkv::Rope::pre ? "pre-RoPE" : "post-RoPE",
               moments.size(), moments.front().head(0).key.count);
 }
+
+/// What `bpb` and `kl` are measured on.
+struct TextOptions {
+  std::vector<std::string> texts;
+  int most = 64;
+  llama::WindowShape shape;
+  CLI::Option* decoded_given = nullptr;
+
+  void add(CLI::App* app) {
+    app->add_option("--text,text", texts,
+                    "text files, and folders whose *.txt are; several one after the other")
+        ->required()
+        ->check(CLI::ExistingPath);
+    app->add_option("--windows", most, "windows of each text at most")
+        ->check(CLI::PositiveNumber)
+        ->capture_default_str();
+    app->add_option("--window", shape.tokens, "tokens of a window, at most the model's context")
+        ->check(CLI::PositiveNumber)
+        ->capture_default_str();
+    decoded_given = app->add_option("--decoded", shape.decoded,
+                                    "tokens at a window's end that are decoded and scored; the "
+                                    "others are its prompt; default: 768, or three quarters of a "
+                                    "window of fewer than 1024")
+                        ->check(CLI::PositiveNumber);
+  }
+  llama::WindowShape window() const {
+    llama::WindowShape given = shape;
+    if (decoded_given->count() == 0) given.decoded = std::min(shape.decoded, shape.tokens * 3 / 4);
+    return given;
+  }
+};
 
 std::string file_stem(const std::string& path) {
   const std::size_t slash = path.find_last_of('/');
@@ -178,24 +214,35 @@ int main(int argc, char** argv) try {
       ->check(CLI::Range(0.0, 1.0))
       ->capture_default_str();
 
-  CLI::App* bpb = app.add_subcommand("bpb", "bits per byte of a text file");
-  std::string text;
-  int max_windows = 64;
+  CLI::App* bpb = app.add_subcommand("bpb", "bits per byte of texts");
+  TextOptions bpb_texts;
   options.add_model(bpb);
   options.add_method(bpb);
-  bpb->add_option("--text,text", text, "text file")->required()->check(CLI::ExistingFile);
-  bpb->add_option("--windows", max_windows, "windows of 1024 tokens at most")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
+  bpb_texts.add(bpb);
 
-  CLI::App* retrieve = app.add_subcommand("retrieve", "exact match on an evaluation set");
+  CLI::App* kl = app.add_subcommand(
+      "kl", "divergence of next-token distributions from FullKV's, and bits per byte, of texts");
+  TextOptions kl_texts;
+  options.add_model(kl);
+  options.add_method(kl);
+  kl_texts.add(kl);
+
+  CLI::App* retrieve = app.add_subcommand(
+      "retrieve", "exact match on an evaluation set, or string match on RULER's samples");
   std::string eval;
+  std::string ruler;
   std::vector<std::string> tasks;
   int samples = 50;
   int tail = 32;
   options.add_model(retrieve);
   options.add_method(retrieve);
-  retrieve->add_option("--eval", eval, "prefix of the set's .json and .bin")->required();
+  CLI::Option* eval_given =
+      retrieve->add_option("--eval", eval, "prefix of the set's .json and .bin");
+  retrieve
+      ->add_option("--ruler", ruler,
+                   "samples that RULER's prepare.py wrote: its --save_dir, or one file *.jsonl")
+      ->check(CLI::ExistingPath)
+      ->excludes(eval_given);
   retrieve->add_option("--tasks", tasks, "tasks separated by commas; default: all")->delimiter(',');
   retrieve->add_option("--samples", samples, "samples a task")
       ->check(CLI::PositiveNumber)
@@ -204,6 +251,7 @@ int main(int argc, char** argv) try {
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
 
+  std::string text;
   CLI::App* speed = app.add_subcommand(
       "speed", "tokens/s of prompts and of decode steps, paired with FullKV in one run");
   std::vector<std::int64_t> contexts{1024};
@@ -365,13 +413,40 @@ int main(int argc, char** argv) try {
     return 0;
   }
   if (bpb->parsed()) {
-    auto contenders = options.contenders(engine, 1024, 1024);
-    llama::measure_bits_per_byte(engine, contenders, file_stem(text), llama::read_text(text),
-                                 max_windows);
+    const llama::WindowShape shape = bpb_texts.window();
+    const auto texts = llama::read_texts(bpb_texts.texts);
+    auto contenders = options.contenders(engine, shape.tokens, shape.tokens);
+    for (const llama::NamedText& of : texts)
+      llama::measure_bits_per_byte(engine, contenders, of.name, of.text, bpb_texts.most, shape);
+    finish(options, rows_of(contenders));
+    return 0;
+  }
+  if (kl->parsed()) {
+    const llama::WindowShape shape = kl_texts.window();
+    const auto texts = llama::read_texts(kl_texts.texts);
+    if (std::find(options.methods.begin(), options.methods.end(), "FullKV") ==
+        options.methods.end())
+      options.methods.insert(options.methods.begin(), "FullKV");
+    auto contenders = options.contenders(engine, shape.tokens, shape.tokens);
+    llama::measure_divergence(engine, contenders, texts, kl_texts.most, shape);
+    const auto rows = rows_of(contenders);
+    llama::print_divergence(rows);
+    std::fflush(stdout);
+    close(options, rows);
+    return 0;
+  }
+  if (retrieve->parsed() && !ruler.empty()) {
+    while (ruler.size() > 1 && ruler.back() == '/') ruler.pop_back();
+    const auto set = llama::load_ruler(ruler, tasks, samples);
+    const auto first = llama::encode_prompt(engine, set.front().prompt);
+    auto contenders = options.contenders(engine, engine.model.config().max_positions,
+                                         static_cast<std::int64_t>(first.size()));
+    llama::measure_ruler(engine, contenders, llama::file_name(ruler), set, tail);
     finish(options, rows_of(contenders));
     return 0;
   }
   if (retrieve->parsed()) {
+    if (eval.empty()) throw std::runtime_error("retrieve: --eval or --ruler is needed");
     const auto set = llama::load_samples(eval, tasks, samples);
     auto contenders = options.contenders(engine, engine.model.config().max_positions,
                                          static_cast<std::int64_t>(set.front().prompt.size()));

@@ -44,7 +44,80 @@ std::string excess_cell(const Row& row) {
   return std::string(text) == "0" ? "-" : text;
 }
 
+/// How much more bits per byte of a text a row takes than FullKV among `rows`, relative to those.
+std::optional<double> relative_rise(const Row& row, const std::string& text,
+                                    const std::vector<Row>& rows) {
+  const auto full =
+      std::find_if(rows.begin(), rows.end(), [](const Row& of) { return of.method == "FullKV"; });
+  if (full == rows.end()) return {};
+  const auto base = full->bits_per_byte.find(text), own = row.bits_per_byte.find(text);
+  if (base == full->bits_per_byte.end() || own == row.bits_per_byte.end()) return {};
+  return own->second / base->second - 1.0;
+}
+
+std::string rise_cell(std::optional<double> rise) {
+  if (!rise) return "";
+  char text[32];
+  std::snprintf(text, sizeof text, "%+.2f", 100.0 * *rise);
+  return text;
+}
+
+int width_of(const std::string& name, std::size_t least, std::size_t more) {
+  return static_cast<int>(std::max(least, name.size() + more));
+}
+
+nlohmann::ordered_json json_of(const Divergence& divergence) {
+  return {{"mean", divergence.mean},
+          {"median", divergence.median},
+          {"p999", divergence.p999},
+          {"top1", divergence.top1},
+          {"positions", divergence.positions}};
+}
+
+void print_divergence_line(const Row& row, const std::string& text, const Divergence& divergence,
+                           const std::string& bits, std::optional<double> rise) {
+  std::printf("%-16s %5.2f %7.3f %6s  %-12s %10.4g %10.4g %10.4g %7.2f %8s %7s\n",
+              row.method.c_str(), row.ratio, row.text_ratio_measured, excess_cell(row).c_str(),
+              text.c_str(), divergence.mean, divergence.median, divergence.p999,
+              100.0 * divergence.top1, bits.c_str(), rise_cell(rise).c_str());
+}
+
+void write_divergence(std::ofstream& out, const std::map<std::string, Divergence>& map,
+                      const std::string& name) {
+  const auto entry = map.find(name);
+  if (entry == map.end()) {
+    out << ",,,,,";
+    return;
+  }
+  const Divergence& own = entry->second;
+  out << ',' << own.mean << ',' << own.median << ',' << own.p999 << ',' << own.top1 << ','
+      << own.positions;
+}
+
 }  // namespace
+
+std::optional<double> mean_relative_rise(const Row& row, const std::vector<Row>& rows) {
+  double sum = 0.0;
+  for (const auto& [text, bits] : row.bits_per_byte) {
+    const auto rise = relative_rise(row, text, rows);
+    if (!rise) return {};
+    sum += *rise;
+  }
+  if (row.bits_per_byte.empty()) return {};
+  return sum / static_cast<double>(row.bits_per_byte.size());
+}
+
+void print_divergence(const std::vector<Row>& rows) {
+  std::printf("%-16s %5s %7s %6s  %-12s %10s %10s %10s %7s %8s %7s\n", "method", "ratio", "x f16",
+              "over %", "text", "KL mean", "median", "99.9 %", "top-1 %", "bpb", "rise %");
+  for (const Row& row : rows) {
+    for (const auto& [text, divergence] : row.divergence)
+      print_divergence_line(row, text, divergence, cell(row.bits_per_byte, text, 1.0, 4),
+                            relative_rise(row, text, rows));
+    if (row.divergence.size() > 1)
+      print_divergence_line(row, "all", row.all_texts, "", mean_relative_rise(row, rows));
+  }
+}
 
 std::vector<std::string> excess_warnings(const std::vector<Row>& rows) {
   std::vector<std::string> lines;
@@ -67,18 +140,21 @@ std::vector<std::string> excess_warnings(const std::vector<Row>& rows) {
 void print_table(const std::vector<Row>& rows) {
   const auto texts = names(rows, &Row::bits_per_byte);
   const auto tasks = names(rows, &Row::exact_match);
-  bool speed = false, paired = false;
+  const auto matches = names(rows, &Row::string_match);
+  bool speed = false, paired = false, rise = false;
   for (const Row& row : rows) {
+    rise = rise || (row.method != "FullKV" && mean_relative_rise(row, rows));
     speed = speed || row.decode.tokens_per_second > 0.0;
     paired = paired || row.decode.times_full > 0.0;
   }
   std::printf("%-16s %5s %9s %7s %6s", "method", "ratio", "bytes/tok", "x f16", "over %");
   if (!texts.empty() && !tasks.empty()) std::printf(" %7s", "text x");
-  for (const auto& name : texts)
-    std::printf(" %*s", static_cast<int>(std::max<std::size_t>(7, name.size() + 4)),
-                ("bpb " + name).c_str());
+  for (const auto& name : texts) std::printf(" %*s", width_of(name, 7, 4), ("bpb " + name).c_str());
+  if (rise) std::printf(" %7s", "rise %");
   for (const auto& name : tasks) std::printf(" %5s", name.c_str());
   if (!tasks.empty()) std::printf(" %6s", "mean %");
+  for (const auto& name : matches) std::printf(" %*s", width_of(name, 5, 0), name.c_str());
+  if (!matches.empty()) std::printf(" %6s", "mean %");
   const bool lengths = speed && texts.empty() && tasks.empty();  // else one that the caller names
   if (lengths) std::printf(" %7s", "prompt");
   if (speed) std::printf(" %10s %9s", "prefill/s", "decode/s");
@@ -89,11 +165,14 @@ void print_table(const std::vector<Row>& rows) {
                 row.ratio_measured, excess_cell(row).c_str());
     if (!texts.empty() && !tasks.empty()) std::printf(" %7.3f", row.text_ratio_measured);
     for (const auto& name : texts)
-      std::printf(" %*s", static_cast<int>(std::max<std::size_t>(7, name.size() + 4)),
-                  cell(row.bits_per_byte, name, 1.0, 4).c_str());
+      std::printf(" %*s", width_of(name, 7, 4), cell(row.bits_per_byte, name, 1.0, 4).c_str());
+    if (rise) std::printf(" %7s", rise_cell(mean_relative_rise(row, rows)).c_str());
     for (const auto& name : tasks)
       std::printf(" %5s", cell(row.exact_match, name, 100.0, 0).c_str());
     if (!tasks.empty()) std::printf(" %6.1f", 100.0 * row.mean_exact_match());
+    for (const auto& name : matches)
+      std::printf(" %*s", width_of(name, 5, 0), cell(row.string_match, name, 100.0, 1).c_str());
+    if (!matches.empty()) std::printf(" %6.1f", 100.0 * row.mean_string_match());
     if (lengths) std::printf(" %7lld", static_cast<long long>(row.prompt_tokens));
     if (speed)
       std::printf(" %10.0f %9.1f", row.prefill.tokens_per_second, row.decode.tokens_per_second);
@@ -119,12 +198,26 @@ void write_json(const std::string& path, const std::vector<Row>& rows) {
     if (!row.bits_per_byte.empty()) {
       object["bits_per_byte"] = row.bits_per_byte;
       object["text_ratio_measured"] = row.text_ratio_measured;
+      object["window"] = {{"tokens", row.window.tokens}, {"decoded", row.window.decoded}};
+      object["windows"] = row.windows;
+      if (const auto rise = mean_relative_rise(row, rows)) object["mean_relative_rise"] = *rise;
+    }
+    if (!row.divergence.empty()) {
+      for (const auto& [text, divergence] : row.divergence)
+        object["kl"][text] = json_of(divergence);
+      object["kl_all_texts"] = json_of(row.all_texts);
     }
     if (!row.exact_match.empty()) {
       object["set"] = row.retrieval_set;
       object["exact_match"] = row.exact_match;
       object["samples"] = row.samples;
       object["outcomes"] = row.outcomes;
+    }
+    if (!row.string_match.empty()) {
+      object["set"] = row.retrieval_set;
+      object["string_match"] = row.string_match;
+      object["samples"] = row.samples;
+      object["match_scores"] = row.match_scores;
     }
     if (row.decode.tokens_per_second > 0.0) {
       object["prompt_tokens"] = row.prompt_tokens;
@@ -143,16 +236,31 @@ void write_json(const std::string& path, const std::vector<Row>& rows) {
 void write_csv(const std::string& path, const std::vector<Row>& rows) {
   const auto texts = names(rows, &Row::bits_per_byte);
   const auto tasks = names(rows, &Row::exact_match);
+  const auto matches = names(rows, &Row::string_match);
+  const auto divergent = names(rows, &Row::divergence);
   std::ofstream out = open(path);
   out << "method,ratio,bytes_per_token,ratio_measured,context,text_ratio_measured,over_ratio";
   for (const auto& name : texts) out << ",bits_per_byte_" << name;
+  if (!texts.empty()) out << ",mean_relative_rise";
+  for (const auto& name : divergent)
+    for (const char* what : {"mean", "median", "p999", "top1", "positions"})
+      out << ",kl_" << what << '_' << name;
   for (const auto& name : tasks) out << ",exact_match_" << name;
+  for (const auto& name : matches) out << ",string_match_" << name;
+  if (!matches.empty()) out << ",string_match_mean";
   out << ",exact_match_mean,prefill_tokens_per_second,decode_tokens_per_second\n";
   for (const Row& row : rows) {
     out << row.method << ',' << row.ratio << ',' << row.bytes_per_token << ',' << row.ratio_measured
         << ',' << row.context << ',' << row.text_ratio_measured << ',' << row.excess();
     for (const auto& name : texts) out << ',' << cell(row.bits_per_byte, name, 1.0, 6);
+    if (!texts.empty()) {
+      const auto rise = mean_relative_rise(row, rows);
+      out << ',' << (rise ? std::to_string(*rise) : "");
+    }
+    for (const auto& name : divergent) write_divergence(out, row.divergence, name);
     for (const auto& name : tasks) out << ',' << cell(row.exact_match, name, 1.0, 4);
+    for (const auto& name : matches) out << ',' << cell(row.string_match, name, 1.0, 4);
+    if (!matches.empty()) out << ',' << row.mean_string_match();
     out << ',' << row.mean_exact_match() << ',' << row.prefill.tokens_per_second << ','
         << row.decode.tokens_per_second << '\n';
   }

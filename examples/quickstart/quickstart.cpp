@@ -98,7 +98,8 @@ int main(int argc, char** argv) try {
       "\nBytes are measured at the end of prompts of about 1000 tokens (text x: at the end of the "
       "texts' windows, 256 tokens of prompt\n"
       "and 768 decoded), everything counted. over %%: by how much the most that a method took "
-      "exceeds its ratio. bpb: bits per byte (lower is better);\n"
+      "exceeds its ratio. bpb: bits per byte (lower is better), rise %%: over FullKV, mean of "
+      "both;\n"
       "s1 ... vt: retrieval, exact match in %%; tokens/s on %d threads, prefill of %zu tokens, "
       "then one token at a time, and how many times as fast as FullKV.\n\n",
       threads, set.front().prompt.size());
