@@ -17,6 +17,7 @@ using Cuda = CudaWith<KernelSet>;
 struct PerHead;
 struct JointValues;
 struct Projector;
+struct Identity;
 struct Static;
 struct Oja;
 struct FrequentDirections;
@@ -33,6 +34,9 @@ struct NoQuantizer;
 struct Int8;
 struct BlockHadamard;
 struct TransformCode;
+template <int bits>
+struct GgmlBlocks;
+struct Fp8Rows;
 
 /// @brief The implementation of a policy on a backend. Specialise it to add your own policy.
 ///

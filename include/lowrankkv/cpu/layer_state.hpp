@@ -113,6 +113,7 @@ struct LayerState {
   using TokenImpl = Impl<TokenPolicy, Cpu>;
   using BasisImpl = Impl<BasisPolicy, Cpu>;
   using Sequence = Slot<typename UpdaterImpl::State>;
+  using OfBasis = BasisPolicy;
   using UpdaterPolicy = Updater;
   using QuantizerPolicy = Quantizer;
   using Epochs = EpochPolicy;

@@ -60,6 +60,18 @@ using StarKVH2O = CompressedKVCache<Backend, JointValues, Static, Compose<SinkRe
 template <class Backend = Cpu>
 using Dlrp = CompressedKVCache<Backend, Projector, Static, CompressAll, NoQuantizer>;
 
+/// @brief llama.cpp's q8_0 cache: every row in blocks of 32 8-bit codes. Takes an empty basis.
+template <class Backend = Cpu>
+using Q8_0 = CompressedKVCache<Backend, Identity, Static, CompressAll, GgmlBlocks<8>>;
+
+/// @brief llama.cpp's q4_0 cache: every row in blocks of 32 4-bit codes. Takes an empty basis.
+template <class Backend = Cpu>
+using Q4_0 = CompressedKVCache<Backend, Identity, Static, CompressAll, GgmlBlocks<4>>;
+
+/// @brief vLLM's fp8 cache: every number in E4M3, by default without scales. Takes an empty basis.
+template <class Backend = Cpu>
+using Fp8 = CompressedKVCache<Backend, Identity, Static, CompressAll, Fp8Rows>;
+
 /// @brief SnapKV alone: prompt tokens are kept at full rank or dropped.
 template <class Backend = Cpu>
 using SnapKVOnly =

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+// Codes of whole rows, without calibration, under random operations.
+#include "lowrankkv/presets.hpp"
+#include "observed_sequences.hpp"
+
+namespace policies_baselines_tests {
+
+using namespace lowrankkv;
+
+namespace {
+int draw(observed::Random& random, int low, int high) {
+  return std::uniform_int_distribution<int>(low, high)(random);
+}
+/// No basis is given; `tolerance` bounds what a row loses, relative to its norm.
+auto with(double tolerance) {
+  return [tolerance](auto& setup, auto& random) {
+    setup.basis = {};
+    setup.tolerance = tolerance;
+    if constexpr (requires { setup.policies.quantizer.row_scale; })
+      setup.policies.quantizer.row_scale = draw(random, 0, 1) == 1;
+  };
+}
+}  // namespace
+
+TEST_CASE("rows in the formats of engines") {
+  // sqrt(96) max |x| / 254 and / 8; a sixteenth of each number.
+  CHECK(observed::run_cases<Q8_0<>>(33, 8, 30, false, with(0.04))[1] > 100);
+  observed::run_cases<Q4_0<>>(34, 8, 30, false, with(1.3));
+  observed::run_cases<Fp8<>>(35, 8, 30, false, with(0.07));
+}
+TEST_CASE("rows in 8 bits, evicted and exempted") {
+  using Tokens = Compose<SinkRecent, HeavyHitters, ResidualOutliers>;
+  observed::run_cases<CompressedKVCache<Cpu, Identity, Static, Tokens, GgmlBlocks<8>>>(
+      36, 6, 30, false, with(0.04));
+}
+
+}  // namespace policies_baselines_tests
