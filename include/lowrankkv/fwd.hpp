@@ -37,6 +37,7 @@ struct TransformCode;
 template <int bits>
 struct GgmlBlocks;
 struct Fp8Rows;
+struct RotatedLevels;
 
 /// @brief The implementation of a policy on a backend. Specialise it to add your own policy.
 ///

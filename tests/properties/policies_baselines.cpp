@@ -33,5 +33,14 @@ TEST_CASE("rows in 8 bits, evicted and exempted") {
   observed::run_cases<CompressedKVCache<Cpu, Identity, Static, Tokens, GgmlBlocks<8>>>(
       36, 6, 30, false, with(0.04));
 }
+TEST_CASE("TurboQuant") {
+  const auto met =
+      observed::run_cases<TurboQuant<>>(37, 8, 30, false, [](auto& setup, auto& random) {
+        setup.basis = {};
+        setup.policies.quantizer = {draw(random, 1, 5), random()};
+        setup.tolerance = 1.0;
+      });
+  CHECK(met[1] > 100);
+}
 
 }  // namespace policies_baselines_tests

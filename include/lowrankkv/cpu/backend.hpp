@@ -21,6 +21,7 @@
 #include "lowrankkv/cpu/quantizer/ggml_blocks.hpp"
 #include "lowrankkv/cpu/quantizer/int8.hpp"
 #include "lowrankkv/cpu/quantizer/no_quantizer.hpp"
+#include "lowrankkv/cpu/quantizer/rotated_levels.hpp"
 #include "lowrankkv/cpu/quantizer/transform_code.hpp"
 #include "lowrankkv/cpu/thread_pool.hpp"
 #include "lowrankkv/cpu/token_policy/compose.hpp"

@@ -72,6 +72,11 @@ using Q4_0 = CompressedKVCache<Backend, Identity, Static, CompressAll, GgmlBlock
 template <class Backend = Cpu>
 using Fp8 = CompressedKVCache<Backend, Identity, Static, CompressAll, Fp8Rows>;
 
+/// @brief TurboQuant: every row rotated at random, its norm, and Lloyd's levels; 4 bits unless
+/// policies.quantizer.bits says otherwise. Takes an empty basis.
+template <class Backend = Cpu>
+using TurboQuant = CompressedKVCache<Backend, Identity, Static, CompressAll, RotatedLevels>;
+
 /// @brief SnapKV alone: prompt tokens are kept at full rank or dropped.
 template <class Backend = Cpu>
 using SnapKVOnly =
