@@ -23,6 +23,7 @@ struct Oja;
 struct FrequentDirections;
 struct SinkRecent;
 struct CompressAll;
+struct RecentFull;
 struct KeepFull;
 struct SlidingWindow;
 struct SnapKV;
@@ -38,6 +39,7 @@ template <int bits>
 struct GgmlBlocks;
 struct Fp8Rows;
 struct RotatedLevels;
+struct ChannelGroups;
 
 /// @brief The implementation of a policy on a backend. Specialise it to add your own policy.
 ///

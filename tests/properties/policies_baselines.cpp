@@ -42,5 +42,23 @@ TEST_CASE("TurboQuant") {
       });
   CHECK(met[1] > 100);
 }
+TEST_CASE("KIVI, with groups of any length and whatever the token policy makes of them") {
+  const auto adjust = [](auto& setup, auto& random) {
+    setup.basis = {};
+    setup.stores_change = true;  // remove() and truncate()
+    setup.config.keep_residuals = false;
+    auto& codes = setup.policies.quantizer;
+    codes = {draw(random, 1, 5), 8 * draw(random, 1, 3), draw(random, 1, 40)};
+    setup.config.flush_interval = codes.tokens * draw(random, 1, 2);
+  };
+  const auto met = observed::run_cases<Kivi<>>(38, 10, 40, false, [&](auto& setup, auto& random) {
+    adjust(setup, random);
+    setup.policies.token_policy.recent = draw(random, 0, 40);
+  });
+  CHECK(met[1] > 100);
+  using Tokens = Compose<SinkRecent, HeavyHitters>;
+  observed::run_cases<CompressedKVCache<Cpu, Identity, Static, Tokens, ChannelGroups>>(
+      39, 6, 30, false, adjust);
+}
 
 }  // namespace policies_baselines_tests

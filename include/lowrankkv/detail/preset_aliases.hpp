@@ -77,6 +77,11 @@ using Fp8 = CompressedKVCache<Backend, Identity, Static, CompressAll, Fp8Rows>;
 template <class Backend = Cpu>
 using TurboQuant = CompressedKVCache<Backend, Identity, Static, CompressAll, RotatedLevels>;
 
+/// @brief KIVI: keys per channel in groups of tokens, values per token, the latest 128 tokens at
+/// full rank; 2 bits unless policies.quantizer.bits says otherwise. Takes an empty basis.
+template <class Backend = Cpu>
+using Kivi = CompressedKVCache<Backend, Identity, Static, RecentFull, ChannelGroups>;
+
 /// @brief SnapKV alone: prompt tokens are kept at full rank or dropped.
 template <class Backend = Cpu>
 using SnapKVOnly =

@@ -57,6 +57,7 @@ struct Calls {
       Layer::BasisImpl::validate(policies.basis, basis, config.shape);
       ::lowrankkv::detail::check_storable(basis, config.epoch_type);
     }
+    check_groups(config, policies);
     ::lowrankkv::detail::complete_tail(config, Layer::TokenImpl::recent(policies.token_policy));
     ::lowrankkv::detail::adopt_page_bytes(config, pool);
     return config;
@@ -476,6 +477,24 @@ struct Calls {
   static CacheStatistics statistics(const Layer& layer) { return layer.statistics; }
 
  private:
+  /// Raises unless rows that are coded in groups leave the tail in whole groups, and nothing is
+  /// kept of single rows.
+  static void check_groups([[maybe_unused]] const CacheConfig& config,
+                           [[maybe_unused]] const PolicySet& policies) {
+    if constexpr (Layer::TokenImpl::compresses &&
+                  groups_rows<typename Layer::QuantizerPolicy, Cpu>()) {
+      using ::lowrankkv::detail::fail;
+      const int together = rows_together<Cpu>(policies.quantizer);
+      if (config.flush_interval % together != 0)
+        fail<ValueError>("flush_interval: ", config.flush_interval,
+                         ", this quantizer codes rows in groups of ", together,
+                         " and needs a multiple");
+      if (config.keep_residuals)
+        fail<ValueError>("keep_residuals: ", config.keep_residuals,
+                         ", 0 expected: this quantizer codes rows in groups of ", together,
+                         ", and may code a stored row again");
+    }
+  }
   static constexpr bool makes_maps =
       Layer::TokenImpl::compresses && has_own_maps<typename Layer::OfBasis, Cpu>();
   /// The maps that the basis policy makes itself; none if it is given its maps.
