@@ -11,7 +11,7 @@ namespace {
 const std::vector<Method>& registry() {
   static const std::vector<Method> all = [] {
     std::vector<Method> list = low_rank_methods();
-    for (const auto& more : {selection_methods(), coded_methods()})
+    for (const auto& more : {selection_methods(), coded_methods(), baseline_methods()})
       list.insert(list.end(), more.begin(), more.end());
     return list;
   }();

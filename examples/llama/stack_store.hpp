@@ -168,7 +168,7 @@ struct Recipe {
   }
 };
 
-/// A method: what it is called and how it is made. The lists are in three files only to keep each
+/// A method: what it is called and how it is made. The lists are in four files only to keep each
 /// one's compilation short.
 struct Method {
   MethodInfo info;
@@ -177,5 +177,6 @@ struct Method {
 std::vector<Method> low_rank_methods();
 std::vector<Method> selection_methods();
 std::vector<Method> coded_methods();
+std::vector<Method> baseline_methods();
 
 }  // namespace llama

@@ -84,8 +84,8 @@ class CompressedKVCache : Backend::template Diagnosis<Basis, Updater, TokenPolic
   using Shared = typename Backend::Shared;
 
   /// @brief Makes an empty cache. On a GPU it allocates.
-  /// @param basis    the calibrated maps, one HeadBasis per KV head; may be empty if the token
-  /// policy compresses nothing
+  /// @param basis    the calibrated maps, one HeadBasis per KV head; empty if the basis
+  /// policy makes its own (Identity); may be empty if the token policy compresses nothing
   /// @param pool     pages shared with other layers; null: the cache makes its own pool of
   /// config.num_pages pages of config.page_bytes bytes (0: as many, and as large, as it can need)
   /// @param shared   CPU: threads, shared with other layers and the engine. GPU: device memory of

@@ -17,11 +17,13 @@ using Cuda = CudaWith<KernelSet>;
 struct PerHead;
 struct JointValues;
 struct Projector;
+struct Identity;
 struct Static;
 struct Oja;
 struct FrequentDirections;
 struct SinkRecent;
 struct CompressAll;
+struct RecentFull;
 struct KeepFull;
 struct SlidingWindow;
 struct SnapKV;
@@ -33,6 +35,11 @@ struct NoQuantizer;
 struct Int8;
 struct BlockHadamard;
 struct TransformCode;
+template <int bits>
+struct GgmlBlocks;
+struct Fp8Rows;
+struct RotatedLevels;
+struct ChannelGroups;
 
 /// @brief The implementation of a policy on a backend. Specialise it to add your own policy.
 ///

@@ -160,7 +160,7 @@ TEST_CASE(
     "every method runs by name, costs about what its ratio says, and less at a smaller ratio") {
   std::vector<std::string> names;
   for (const MethodInfo& info : methods()) names.push_back(info.name);
-  CHECK(names.size() == 16);
+  CHECK(names.size() == 24);
   auto contenders = make_contenders(nano(), names, {}, {.context = 1024}, 1100, nano_moments());
   measure_retrieval(nano(), contenders, "set",
                     load_samples(kData + "/nano/eval/retrieval_1024", {"s1"}, 1), 32);
@@ -170,8 +170,11 @@ TEST_CASE(
     CAPTURE(row.method);
     CAPTURE(row.ratio);
     // Besides the knob: 64 tokens at full rank of 1000, an epoch of the sequence's own; SubSpaceA
-    // keeps its sketch.
-    const double extra = row.method == "SubSpaceA" ? 0.7 : row.method == "Budgeted" ? 0.005 : 0.13;
+    // keeps its sketch, and KIVI 128 to 159 tokens at full rank.
+    const double extra = row.method == "SubSpaceA"        ? 0.7
+                         : row.method == "Budgeted"       ? 0.005
+                         : row.method.starts_with("Kivi") ? 0.17
+                                                          : 0.13;
     CHECK(row.ratio_measured > 0.8 * row.ratio);
     CHECK(row.ratio_measured < row.ratio + extra);
     if (previous != nullptr && previous->method == row.method)

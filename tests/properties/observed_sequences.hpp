@@ -38,7 +38,7 @@ struct Sequence {
 template <class Cache>
 struct Setup {
   CacheConfig config;
-  LayerBasis basis;
+  LayerBasis basis;  // empty: the policy's own maps, the identity
   typename Cache::PolicySet policies;
   bool stores_change = false;  // an updater may rewrite compressed rows
   double tolerance = 1e300;    // largest ||x^ - P x|| / ||x|| of a compressed row, P the calibrated
@@ -52,6 +52,7 @@ class Driver {
     setup_.config.max_sequences = 5;
     setup_.config.max_tokens = 700;
     cache_ = std::make_unique<Cache>(setup_.config, setup_.basis, setup_.policies);
+    if (setup_.basis.heads.empty()) setup_.basis = identity_basis(shape());
   }
 
   void run(int operations) {

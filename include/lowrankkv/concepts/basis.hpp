@@ -20,6 +20,8 @@
 ///
 ///     // Number of heads that one row of value coefficients serves.
 ///     static int heads_per_group(const B&, int num_kv_heads);
+///     // Maps of the policy's own. validate() then sees the basis that the caller gave.
+///     static LayerBasis own_maps(const B&, const CacheShape&);
 ///     // true: no orthonormal basis to move; only validate() and to_metric() are needed.
 ///     static constexpr bool fixed;
 #pragma once
@@ -64,6 +66,14 @@ constexpr bool basis_is_fixed() {
 template <class P, class B>
 constexpr bool joins_values() {
   return requires(const P& policy) { Impl<P, B>::heads_per_group(policy, 1); };
+}
+
+/// @brief Whether P makes its maps itself.
+template <class P, class B>
+constexpr bool has_own_maps() {
+  return requires(const P& policy, const CacheShape& shape) {
+    Impl<P, B>::own_maps(policy, shape);
+  };
 }
 
 /// @brief P can be used as the Basis of a CompressedKVCache<B, ...>.

@@ -9,6 +9,7 @@
 ///     using Layout = ...;
 ///     // bits: of the basis's channels, or empty.
 ///     static Layout layout(const Q&, int rank, std::span<const std::uint8_t> bits);
+///     // Or, if keys and values lie differently, layout(const Q&, Part, int rank, bits).
 ///     // Bits of one row of a block, scales included: memory() counts these.
 ///     static std::int64_t row_bits(const Layout&);
 ///     // Bytes of a block of `rows` rows. Padding may make it larger than rows x row_bits.
@@ -31,6 +32,10 @@
 ///     static ChannelFold fold(const Q&, const Layout&, std::span<const float> rms);
 ///     // true: channels must stay sorted by energy when a basis moves.
 ///     static constexpr bool orders_channels;
+///     // Rows share codes in groups of so many successive rows of a list: rows leave the tail in
+///     // whole groups, and pages have whole groups. encode() of a later row, and copy_row() into a
+///     // group, may rewrite the group's earlier rows. Only with the Static updater.
+///     static int rows_together(const Q&);
 #pragma once
 
 #include <concepts>
@@ -52,9 +57,17 @@ struct ChannelFold {
 };
 
 template <class Q, class B>
-concept QuantizerHasLayout = requires(const Q& policy, std::span<const std::uint8_t> bits) {
-  requires std::copyable<typename Impl<Q, B>::Layout>;
+concept QuantizerHasLayoutOfPart = requires(const Q& policy, std::span<const std::uint8_t> bits) {
+  { Impl<Q, B>::layout(policy, Part::key, 1, bits) } -> std::same_as<typename Impl<Q, B>::Layout>;
+};
+template <class Q, class B>
+concept QuantizerHasCommonLayout = requires(const Q& policy, std::span<const std::uint8_t> bits) {
   { Impl<Q, B>::layout(policy, 1, bits) } -> std::same_as<typename Impl<Q, B>::Layout>;
+};
+template <class Q, class B>
+concept QuantizerHasLayout = requires {
+  requires std::copyable<typename Impl<Q, B>::Layout>;
+  requires QuantizerHasCommonLayout<Q, B> || QuantizerHasLayoutOfPart<Q, B>;
 };
 template <class Q, class B>
 concept QuantizerHasRowBits = requires(const typename Impl<Q, B>::Layout& layout) {
@@ -89,6 +102,29 @@ constexpr bool orders_channels() {
     return Impl<Q, B>::orders_channels;
   else
     return false;
+}
+
+/// @brief The layout of the keys or values of one head.
+template <class B, class Q>
+typename Impl<Q, B>::Layout layout_of(const Q& policy, Part part, int rank,
+                                      std::span<const std::uint8_t> bits) {
+  if constexpr (QuantizerHasLayoutOfPart<Q, B>)
+    return Impl<Q, B>::layout(policy, part, rank, bits);
+  else
+    return Impl<Q, B>::layout(policy, rank, bits);
+}
+/// @brief Whether rows of Q share codes in groups.
+template <class Q, class B>
+constexpr bool groups_rows() {
+  return requires(const Q& policy) { Impl<Q, B>::rows_together(policy); };
+}
+/// @brief Rows of a group; 1 if every row has its own codes.
+template <class B, class Q>
+int rows_together([[maybe_unused]] const Q& policy) {
+  if constexpr (groups_rows<Q, B>())
+    return Impl<Q, B>::rows_together(policy);
+  else
+    return 1;
 }
 
 namespace detail {

@@ -52,6 +52,10 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
     result.page_bytes = config.page_bytes != 0
                             ? config.page_bytes
                             : 16 * 2 * static_cast<std::size_t>(dim) * size_of(config.full_type);
+    if constexpr (State::TokenImpl::compresses && groups_rows<Quantizer, Cpu>()) {
+      if (config.page_bytes == 0)
+        result.page_bytes = whole_groups(quantizer, basis, result.page_bytes);
+    }
     RowBounds most;  // most rows of one head over the life of a sequence
     for (const Phase phase : {Phase::prefill, Phase::decode}) {
       const RowBounds bounds =
@@ -293,6 +297,21 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
             .folds = folds(prompt),
             .runs = &this->runs(slot, head),
             .shifts = &this->sequence(slot).shifts};
+  }
+  /// The fewest bytes from `least` on that hold a whole number of groups of rows of every head.
+  static std::size_t whole_groups(const Quantizer& quantizer, const LayerBasis& basis,
+                                  std::size_t least) {
+    std::size_t bytes = 0;
+    for (const HeadBasis& maps : basis.heads) {
+      const RowLayout<Quantizer> one =
+          make_row_layout(quantizer, maps.key_rank, State::joins ? 0 : maps.value_rank,
+                          maps.key_bits, maps.value_bits, std::size_t{1} << 30);
+      const int group = rows_together<Cpu>(quantizer);
+      int rows = group;
+      while (one.page_bytes(rows) < least) rows += group;
+      bytes = (std::max)(bytes, one.page_bytes(rows));
+    }
+    return (std::max)(bytes, least);
   }
   void add_recent_scores(int slot, std::int64_t rows) {
     if (!State::accumulates_scores) return;

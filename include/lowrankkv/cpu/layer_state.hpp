@@ -113,6 +113,7 @@ struct LayerState {
   using TokenImpl = Impl<TokenPolicy, Cpu>;
   using BasisImpl = Impl<BasisPolicy, Cpu>;
   using Sequence = Slot<typename UpdaterImpl::State>;
+  using OfBasis = BasisPolicy;
   using UpdaterPolicy = Updater;
   using QuantizerPolicy = Quantizer;
   using Epochs = EpochPolicy;
@@ -120,6 +121,9 @@ struct LayerState {
   static constexpr bool joins = joins_values<BasisPolicy, Cpu>();
   static_assert(!UpdaterImpl::adapts || !basis_is_fixed<BasisPolicy, Cpu>(),
                 "lowrankkv: this Basis cannot be moved; use it with the Static updater");
+  static_assert(!UpdaterImpl::adapts || !groups_rows<Quantizer, Cpu>(),
+                "lowrankkv: this Quantizer codes rows in groups, which an updater's merges would "
+                "rewrite one by one; use it with the Static updater");
   static constexpr bool accumulates_scores = wants(TokenImpl::evidence, Evidence::accumulated);
 
   CacheConfig config;

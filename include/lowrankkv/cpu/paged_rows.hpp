@@ -58,12 +58,18 @@ RowLayout<Quantizer> make_row_layout(const Quantizer& quantizer, int key_rank, i
                                      std::span<const std::uint8_t> key_bits,
                                      std::span<const std::uint8_t> value_bits,
                                      std::size_t page_bytes) {
-  using Codec = Impl<Quantizer, Cpu>;
-  RowLayout<Quantizer> layout{key_rank, value_rank, Codec::layout(quantizer, key_rank, key_bits),
-                              Codec::layout(quantizer, value_rank, value_bits), 0};
-  if (layout.page_bytes(1) > page_bytes)
+  RowLayout<Quantizer> layout{key_rank, value_rank,
+                              layout_of<Cpu>(quantizer, Part::key, key_rank, key_bits),
+                              layout_of<Cpu>(quantizer, Part::value, value_rank, value_bits), 0};
+  const int together = rows_together<Cpu>(quantizer);
+  if (layout.page_bytes(together) > page_bytes) {
+    if (together > 1)
+      ::lowrankkv::detail::fail<CapacityError>("page_bytes: a group of ", together, " rows needs ",
+                                               layout.page_bytes(together), ", a page has ",
+                                               page_bytes);
     ::lowrankkv::detail::fail<CapacityError>("page_bytes: a row needs ", layout.page_bytes(1),
                                              ", a page has ", page_bytes);
+  }
   int rows = 1, limit = 1 << 20;  // bisect for the most rows that fit; rows may need 0 bytes
   while (rows < limit) {
     const int middle = rows + (limit - rows + 1) / 2;
@@ -73,7 +79,7 @@ RowLayout<Quantizer> make_row_layout(const Quantizer& quantizer, int key_rank, i
       limit = middle - 1;
     }
   }
-  layout.rows_per_page = rows;
+  layout.rows_per_page = rows - rows % together;
   return layout;
 }
 

@@ -58,7 +58,9 @@ LayerDescription describe_layer(const State& state) {
     add("key_row_bits", State::Codec::row_bits(layout.key));
     add("value_row_bits", State::Codec::row_bits(layout.value));
     for (const Part part : {Part::key, Part::value}) {
-      if constexpr (requires { layout.of(part).bits; }) {
+      if constexpr (requires { layout.of(part).format; }) {
+        add("format of codes", layout.of(part).format);
+      } else if constexpr (requires { layout.of(part).bits; }) {
         add("bits of channels", checksum(std::as_bytes(std::span(layout.of(part).bits))));
       } else if constexpr (requires { layout.of(part).type; }) {
         add("coefficient type", layout.of(part).type);

@@ -60,6 +60,28 @@ using StarKVH2O = CompressedKVCache<Backend, JointValues, Static, Compose<SinkRe
 template <class Backend = Cpu>
 using Dlrp = CompressedKVCache<Backend, Projector, Static, CompressAll, NoQuantizer>;
 
+/// @brief llama.cpp's q8_0 cache: every row in blocks of 32 8-bit codes. Takes an empty basis.
+template <class Backend = Cpu>
+using Q8_0 = CompressedKVCache<Backend, Identity, Static, CompressAll, GgmlBlocks<8>>;
+
+/// @brief llama.cpp's q4_0 cache: every row in blocks of 32 4-bit codes. Takes an empty basis.
+template <class Backend = Cpu>
+using Q4_0 = CompressedKVCache<Backend, Identity, Static, CompressAll, GgmlBlocks<4>>;
+
+/// @brief vLLM's fp8 cache: every number in E4M3, by default without scales. Takes an empty basis.
+template <class Backend = Cpu>
+using Fp8 = CompressedKVCache<Backend, Identity, Static, CompressAll, Fp8Rows>;
+
+/// @brief TurboQuant: every row rotated at random, its norm, and Lloyd's levels; 4 bits unless
+/// policies.quantizer.bits says otherwise. Takes an empty basis.
+template <class Backend = Cpu>
+using TurboQuant = CompressedKVCache<Backend, Identity, Static, CompressAll, RotatedLevels>;
+
+/// @brief KIVI: keys per channel in groups of tokens, values per token, the latest 128 tokens at
+/// full rank; 2 bits unless policies.quantizer.bits says otherwise. Takes an empty basis.
+template <class Backend = Cpu>
+using Kivi = CompressedKVCache<Backend, Identity, Static, RecentFull, ChannelGroups>;
+
 /// @brief SnapKV alone: prompt tokens are kept at full rank or dropped.
 template <class Backend = Cpu>
 using SnapKVOnly =

@@ -57,6 +57,7 @@ struct Calls {
       Layer::BasisImpl::validate(policies.basis, basis, config.shape);
       ::lowrankkv::detail::check_storable(basis, config.epoch_type);
     }
+    check_groups(config, policies);
     ::lowrankkv::detail::complete_tail(config, Layer::TokenImpl::recent(policies.token_policy));
     ::lowrankkv::detail::adopt_page_bytes(config, pool);
     return config;
@@ -64,7 +65,8 @@ struct Calls {
   static Layer* make(const CacheConfig& config, LayerBasis&& basis, const PolicySet& policies,
                      std::shared_ptr<PagePool>&& pool, Shared&& threads) {
     const CacheConfig settings = checked(config, basis, policies, pool.get());
-    return new Layer(settings, std::move(basis), policies, std::move(pool), std::move(threads));
+    return new Layer(settings, makes_maps ? own_maps(config, policies) : std::move(basis), policies,
+                     std::move(pool), std::move(threads));
   }
   static void destroy(Layer* layer) { delete layer; }
   static void check(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
@@ -75,8 +77,9 @@ struct Calls {
     PoolSize size;
     for (const LayerBasis& basis : bases) {
       static_cast<void>(checked(config, basis, policies, nullptr));
-      const auto of_layer =
-          Layer::sizes(config, basis, policies.basis, policies.token_policy, policies.quantizer);
+      const LayerBasis own = own_maps(config, policies);
+      const auto of_layer = Layer::sizes(config, makes_maps ? own : basis, policies.basis,
+                                         policies.token_policy, policies.quantizer);
       if (size.page_bytes == 0) size.page_bytes = of_layer.page_bytes;
       size.num_pages += of_layer.num_pages;
     }
@@ -474,6 +477,34 @@ struct Calls {
   static CacheStatistics statistics(const Layer& layer) { return layer.statistics; }
 
  private:
+  /// Raises unless rows that are coded in groups leave the tail in whole groups, and nothing is
+  /// kept of single rows.
+  static void check_groups([[maybe_unused]] const CacheConfig& config,
+                           [[maybe_unused]] const PolicySet& policies) {
+    if constexpr (Layer::TokenImpl::compresses &&
+                  groups_rows<typename Layer::QuantizerPolicy, Cpu>()) {
+      using ::lowrankkv::detail::fail;
+      const int together = rows_together<Cpu>(policies.quantizer);
+      if (config.flush_interval % together != 0)
+        fail<ValueError>("flush_interval: ", config.flush_interval,
+                         ", this quantizer codes rows in groups of ", together,
+                         " and needs a multiple");
+      if (config.keep_residuals)
+        fail<ValueError>("keep_residuals: ", config.keep_residuals,
+                         ", 0 expected: this quantizer codes rows in groups of ", together,
+                         ", and may code a stored row again");
+    }
+  }
+  static constexpr bool makes_maps =
+      Layer::TokenImpl::compresses && has_own_maps<typename Layer::OfBasis, Cpu>();
+  /// The maps that the basis policy makes itself; none if it is given its maps.
+  static LayerBasis own_maps(const CacheConfig& config,
+                             [[maybe_unused]] const PolicySet& policies) {
+    if constexpr (makes_maps)
+      return Layer::BasisImpl::own_maps(policies.basis, config.shape);
+    else
+      return {};
+  }
   /// Appends m rows of both views, from row `first` on, and flushes as often as needed.
   static void append_and_flush(Layer& layer, int slot, const KeyView& key, const ValueView& value,
                                std::int64_t first, int m) {

@@ -40,12 +40,14 @@ std::int64_t check_prompt(const Layer& layer, int slot, const KeyView& key,
   return demand.total();
 }
 
-/// @brief Compresses all rows of the tail and the chunk but the last `recent`.
+/// @brief Compresses all rows of the tail and the chunk but the last `recent`, and but those that
+/// begin a group of rows without ending it.
 template <class Layer>
 void commit_chunk(Layer& layer, int slot) {
   const std::int64_t rows =
       layer.table.lengths(slot).tail_length + layer.sequence(slot).chunk.size() - layer.recent();
-  compress_rows(layer, slot, (std::max)(std::int64_t{0}, rows), Phase::prefill);
+  compress_rows(layer, slot, whole_groups(layer, slot, (std::max)(std::int64_t{0}, rows)),
+                Phase::prefill);
 }
 
 /// @brief Memory for the log-sum-exp of `tokens` tokens.
