@@ -63,7 +63,7 @@ python_package() {
 
 build_check() {
   install_dependencies "${build_packages[@]}" python3 python3-venv doctest-dev clang-format-14 clang-tidy-14
-  python_package tokenizers
+  python_package tokenizers numpy safetensors
   local python=()
   [[ ! -x build/tools/bin/python ]] || python=("-DLOWRANKKV_PYTHON=$PWD/build/tools/bin/python")
   [[ -n $nvcc ]] || echo "No nvcc: the CUDA backend is not compiled."

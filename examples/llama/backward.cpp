@@ -24,12 +24,14 @@ using ConstRows = Eigen::Map<const RowMajor>;
 void add_rms_norm_gradient(const float* x, const float* d_y, std::int64_t rows, int width,
                            const std::vector<float>& weight, float epsilon, float* d_x) {
   const Eigen::Map<const Eigen::ArrayXf> w(weight.data(), width);
+  Eigen::ArrayXf change(width);  // aligned: where the rows lie does not change a bit
   for (std::int64_t row = 0; row < rows; ++row) {
     const Eigen::Map<const Eigen::ArrayXf> in(x + row * width, width),
         out(d_y + row * width, width);
     const float scale = 1.0F / std::sqrt(in.square().mean() + epsilon);
     const float along = (in * w * out).mean() * scale * scale * scale;
-    Eigen::Map<Eigen::ArrayXf>(d_x + row * width, width) += scale * (w * out) - along * in;
+    change = scale * (w * out) - along * in;
+    Eigen::Map<Eigen::ArrayXf>(d_x + row * width, width) += change;
   }
 }
 
@@ -161,24 +163,26 @@ double Model::head_gradient(const std::vector<float>& hidden, std::int64_t n, co
   // Cross-entropy, a few rows of logits at a time: d_logits = probabilities - label.
   constexpr std::int64_t kRows = 64;
   double loss = 0.0;
+  Eigen::ArrayXf p;  // aligned: where the scores lie does not change a bit
   for (std::int64_t first = 0; first < n; first += kRows) {
     const std::int64_t count = std::min(kRows, n - first);
     std::vector<float> scores = logits(hidden, first, count);
     for (std::int64_t row = 0; row < count; ++row) {
-      Eigen::Map<Eigen::ArrayXf> p(scores.data() + row * config_.vocabulary_size,
-                                   config_.vocabulary_size);
-      p = (p - p.maxCoeff()).exp();
+      Eigen::Map<Eigen::ArrayXf> line(scores.data() + row * config_.vocabulary_size,
+                                      config_.vocabulary_size);
+      p = (line - line.maxCoeff()).exp();
       p /= p.sum();
       const std::int32_t label = labels(first + row, p.data());
       if (label >= config_.vocabulary_size)
         throw std::runtime_error("loss_gradients: label " + std::to_string(label) +
                                  ", vocabulary has " + std::to_string(config_.vocabulary_size));
       if (label < 0) {
-        p.setZero();
+        line.setZero();
         continue;
       }
       loss -= std::log(std::max(1e-38, static_cast<double>(p[label])));
-      p[label] -= 1.0F;
+      line = p;
+      line[label] -= 1.0F;
     }
     apply_transposed(head_, scores.data(), count, d_hidden + first * config_.hidden_size);
   }

@@ -11,6 +11,7 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "checkpoint.hpp"
 #include "lowrankkv/calibrate/bundle.hpp"
 #include "lowrankkv/calibrate/weights.hpp"
 #include "progress.hpp"
@@ -263,9 +264,41 @@ Ids with_copies(Ids window, std::size_t context, std::size_t copies, std::mt1993
   return window;
 }
 
+Ids calibration_tokens(const Engine& engine, const std::vector<std::string>& texts,
+                       std::int64_t max_tokens) {
+  const std::int32_t bos = engine.model.config().bos;
+  std::vector<Ids> all;
+  std::int64_t total = 0;
+  for (const std::string& text : texts) {
+    all.push_back(encode_documents(engine, text));
+    if (bos >= 0 && all.size() > 1) all.back().insert(all.back().begin(), bos);
+    total += static_cast<std::int64_t>(all.back().size());
+  }
+  const std::int64_t limit = std::min(total, max_tokens);
+  Ids ids;
+  std::int64_t before = 0;  // tokens of this text and of those before it
+  for (const Ids& own : all) {
+    before += static_cast<std::int64_t>(own.size());
+    const double until = static_cast<double>(before) / static_cast<double>(total);
+    const std::int64_t share =
+        (before == total ? limit : static_cast<std::int64_t>(until * static_cast<double>(limit))) -
+        static_cast<std::int64_t>(ids.size());
+    const std::int64_t count = std::clamp<std::int64_t>(share, 0, std::ssize(own));
+    ids.insert(ids.end(), own.begin(), own.begin() + count);
+  }
+  return ids;
+}
+
 Calibration calibrate(const Engine& engine, const std::string& text, std::int64_t max_tokens,
                       int window_tokens, const std::vector<lowrankkv::Rope>& forms,
                       lowrankkv::calibrate::CodingMetric metric) {
+  return calibrate(engine, calibration_tokens(engine, {text}, max_tokens), window_tokens, forms,
+                   metric, nullptr);
+}
+
+Calibration calibrate(const Engine& engine, const Ids& ids, int window_tokens,
+                      const std::vector<lowrankkv::Rope>& forms,
+                      lowrankkv::calibrate::CodingMetric metric, Checkpoint* checkpoint) {
   if (forms.empty() || forms.size() > 2 || (forms.size() == 2 && forms[0] == forms[1]))
     throw std::runtime_error("calibration: " + std::to_string(forms.size()) +
                              " forms of the keys, post-RoPE, pre-RoPE or each once expected");
@@ -282,17 +315,20 @@ Calibration calibrate(const Engine& engine, const std::string& text, std::int64_
     for (const lowrankkv::Rope keys : forms)
       calibration.of(keys)[static_cast<std::size_t>(layer)].coding().set_output_grams(grams);
   }
-  const Ids ids = encode_documents(engine, text);
   const auto store = make_store({.method = "FullKV", .storage = lowrankkv::DType::f32}, config,
                                 window_tokens, {}, engine.threads);
-  const std::size_t limit = std::min(ids.size(), static_cast<std::size_t>(max_tokens));
+  const std::size_t limit = ids.size();
   if (limit == 0) throw std::runtime_error("calibration: the text has no tokens");
-  std::mt19937_64 random(1);
+  CalibrationPlace place;
+  if (checkpoint != nullptr && checkpoint->restore(place, calibration) && place.gradients)
+    return calibration;  // this pass is behind it
   Progress progress("calibrate", static_cast<std::int64_t>(limit));
+  progress.resume(place.done);
   // Every second window is half as long, for coding alone: its metrics must serve contexts of all
   // lengths. Low-rank bases want the whole length: keys are rotated by their positions.
-  bool half = false;
-  for (std::size_t at = 0; at < limit; half = coding && !half) {
+  while (place.done < static_cast<std::int64_t>(limit)) {
+    const bool half = place.half;
+    const std::size_t at = static_cast<std::size_t>(place.done);
     const std::size_t length =
         static_cast<std::size_t>(half ? (window_tokens + 1) / 2 : window_tokens);
     const std::size_t copies = coding ? std::min<std::size_t>(512, length / 8) : 0;
@@ -305,7 +341,7 @@ Calibration calibrate(const Engine& engine, const std::string& text, std::int64_
     const std::int64_t context =
         std::max<std::int64_t>(1, text_tokens - static_cast<std::int64_t>(copies));
     window = with_copies(std::move(window), static_cast<std::size_t>(context),
-                         std::min(copies, static_cast<std::size_t>(context)), random);
+                         std::min(copies, static_cast<std::size_t>(context)), place.random);
     const std::int64_t n = static_cast<std::int64_t>(window.size());
     store->create(kSequence);
     engine.model.forward(
@@ -322,8 +358,11 @@ Calibration calibrate(const Engine& engine, const std::string& text, std::int64_
                 {rows, tokens, config.hidden_size});
         });
     store->erase(kSequence);
-    at += body;
+    place.done += static_cast<std::int64_t>(body);
+    place.half = coding && !half;
     progress.step(static_cast<std::int64_t>(body));
+    if (checkpoint != nullptr)
+      checkpoint->save(place, calibration, place.done == static_cast<std::int64_t>(limit));
   }
   return calibration;
 }

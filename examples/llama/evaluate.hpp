@@ -20,6 +20,8 @@
 
 namespace llama {
 
+class Checkpoint;
+
 /// A model, its tokenizer and the threads both work on. Texts begin with the BOS that the
 /// tokenizer's post-processor puts there, or with none if it puts none; where the file has no
 /// post-processor, with config.json's.
@@ -121,6 +123,12 @@ Calibration load_bases(const Engine& engine, const std::vector<std::string>& pat
 std::vector<std::int32_t> with_copies(std::vector<std::int32_t> window, std::size_t context,
                                       std::size_t copies, std::mt19937_64& random);
 
+/// The tokens of a calibration: `max_tokens` of them at most, the same share of each text, from its
+/// beginning on; BOS stands between two texts.
+std::vector<std::int32_t> calibration_tokens(const Engine& engine,
+                                             const std::vector<std::string>& texts,
+                                             std::int64_t max_tokens);
+
 /// Statistics of the first `max_tokens` tokens of a text, in windows that each begin with BOS and
 /// end with spans of themselves (up to 512 tokens), read again. Windows of `window` tokens give
 /// moments and coding statistics: keys are rotated by their position, and bases must have seen the
@@ -134,6 +142,11 @@ Calibration calibrate(
     const Engine& engine, const std::string& text, std::int64_t max_tokens, int window,
     const std::vector<lowrankkv::Rope>& forms = {lowrankkv::Rope::post},
     lowrankkv::calibrate::CodingMetric metric = lowrankkv::calibrate::CodingMetric::output);
+/// The same of all of `ids`. With a checkpoint it goes on where that stands, and gives the same
+/// statistics to the bit; the file is written between two windows, and at the end.
+Calibration calibrate(const Engine& engine, const std::vector<std::int32_t>& ids, int window,
+                      const std::vector<lowrankkv::Rope>& forms,
+                      lowrankkv::calibrate::CodingMetric metric, Checkpoint* checkpoint);
 
 /// Statistics from the projections' weights alone, without a text: of queries and keys before RoPE,
 /// and of values, for inputs whose channels are independent and of unit size before the gain of

@@ -29,8 +29,14 @@ std::int32_t draw(const float* probabilities, int count, std::mt19937_64& random
 
 void use_loss_metric(const Engine& engine, const std::string& text, std::int64_t max_tokens,
                      int window, Calibration& calibration) {
+  use_loss_metric(engine, encode_documents(engine, text), max_tokens, window, false, calibration,
+                  nullptr);
+}
+
+void use_loss_metric(const Engine& engine, const std::vector<std::int32_t>& ids,
+                     std::int64_t max_tokens, int window, bool sinks, Calibration& calibration,
+                     Checkpoint* checkpoint) {
   const Config& config = engine.model.config();
-  const std::vector<std::int32_t> ids = encode_documents(engine, text);
   const std::int64_t size = static_cast<std::int64_t>(ids.size());
   const std::int64_t length = std::min<std::int64_t>(window, size);
   if (length < 2)
@@ -40,15 +46,22 @@ void use_loss_metric(const Engine& engine, const std::string& text, std::int64_t
       std::clamp<std::int64_t>(std::min(max_tokens, size) / length, 1, size / length);
   const std::vector<lowrankkv::Rope> forms = {lowrankkv::Rope::post, lowrankkv::Rope::pre};
   for (const lowrankkv::Rope form : forms) {
-    for (auto& layer : calibration.of(form))
+    for (auto& layer : calibration.of(form)) {
       layer.coding() =
           lowrankkv::calibrate::CodingStatistics(config.cache_shape(), config.rope(form), kSinks);
+      if (sinks) layer.coding().gather_sinks();
+    }
   }
   const std::int64_t copies = length / 4;
-  std::mt19937_64 random(1);
+  CalibrationPlace place;
+  place.gradients = true;
+  if (checkpoint != nullptr) checkpoint->restore_gradients(place, calibration);
+  std::mt19937_64& random = place.random;
   Progress progress("gradients", windows * length);
-  for (std::int64_t at = 0; at < windows; ++at) {
-    const auto begin = ids.begin() + at * (size - length) / std::max<std::int64_t>(1, windows - 1);
+  progress.resume(place.done * length);
+  while (place.done < windows) {
+    const auto begin =
+        ids.begin() + place.done * (size - length) / std::max<std::int64_t>(1, windows - 1);
     std::vector<std::int32_t> tokens(begin, begin + length - copies);
     if (config.bos >= 0) tokens.insert(tokens.begin(), config.bos);
     const std::int64_t context = static_cast<std::int64_t>(tokens.size());
@@ -77,7 +90,9 @@ void use_loss_metric(const Engine& engine, const std::string& text, std::int64_t
                 keys(pre ? own.pre_rope_key : own.key), values(own.value));
           }
         });
+    ++place.done;
     progress.step(length);
+    if (checkpoint != nullptr) checkpoint->save(place, calibration, place.done == windows);
   }
 }
 

@@ -4,7 +4,9 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
+#include "checkpoint.hpp"
 #include "evaluate.hpp"
 
 namespace llama {
@@ -15,5 +17,11 @@ namespace llama {
 /// forward pass.
 void use_loss_metric(const Engine& engine, const std::string& text, std::int64_t max_tokens,
                      int window, Calibration& calibration);
+/// The same of windows spread over `ids`, with a checkpoint as calibrate() has it, of which
+/// `calibration` came.
+/// @param sinks  gather the first rows of each window, apart from the others
+void use_loss_metric(const Engine& engine, const std::vector<std::int32_t>& ids,
+                     std::int64_t max_tokens, int window, bool sinks, Calibration& calibration,
+                     Checkpoint* checkpoint);
 
 }  // namespace llama

@@ -2,19 +2,27 @@
 // lowrankkv-llama: a Llama-architecture model on the CPU over a compressed KV cache.
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <array>
+#include <cstdint>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
 #include <iostream>
+#include <limits>
 #include <map>
 #include <new>
 #include <nlohmann/json.hpp>
+#include <optional>
+#include <span>
 #include <stdexcept>
 
+#include "checkpoint.hpp"
 #include "evaluate.hpp"
 #include "json_file.hpp"
 #include "loss_metric.hpp"
 #include "lowrankkv/calibrate/bundle.hpp"
+#include "lowrankkv/core/byte_stream.hpp"
+#include "lowrankkv/version.hpp"
 #include "report.hpp"
 #include "speed.hpp"
 #include "synthesize.hpp"
@@ -184,10 +192,88 @@ struct TextOptions {
   }
 };
 
+/// "%016llx" of a checksum.
+std::string hexadecimal(std::uint64_t value) {
+  std::array<char, 17> text{};
+  std::snprintf(text.data(), text.size(), "%016llx", static_cast<unsigned long long>(value));
+  return text.data();
+}
+
+/// What a checkpoint of `calibrate` is of.
+struct CalibrateOptions {
+  std::vector<std::string> texts;
+  std::int64_t tokens = 98304, gradient_tokens = 40960;
+  int window = 0, gradient_window = 0;
+  std::string metric = "output";
+  bool sinks = false;
+  std::vector<lowrankkv::Rope> forms;
+
+  llama::Checkpoint::Job job(const llama::Engine& engine,
+                             const std::vector<std::int32_t>& all_tokens) const {
+    llama::Checkpoint::Job job{
+        {"program", std::to_string(LOWRANKKV_VERSION_MAJOR) + "." +
+                        std::to_string(LOWRANKKV_VERSION_MINOR) + "." +
+                        std::to_string(LOWRANKKV_VERSION_PATCH)},
+        {"model", hexadecimal(engine.model.fingerprint())},
+        {"text", std::to_string(all_tokens.size()) + " tokens, " +
+                     hexadecimal(lowrankkv::checksum(std::as_bytes(std::span(all_tokens))))},
+        {"tokens", std::to_string(tokens)},
+        {"window", std::to_string(window)},
+        {"metric", metric},
+        {"keys", forms.size() == 2                       ? "post_rope and pre_rope"
+                 : forms.front() == lowrankkv::Rope::pre ? "pre_rope"
+                                                         : "post_rope"}};
+    if (metric != "loss") return job;
+    job["gradient_tokens"] = std::to_string(gradient_tokens);
+    job["gradient_window"] = std::to_string(gradient_window);
+    job["sinks"] = sinks ? "yes" : "no";
+    return job;
+  }
+};
+
 std::string file_stem(const std::string& path) {
   const std::size_t slash = path.find_last_of('/');
   const std::string name = slash == std::string::npos ? path : path.substr(slash + 1);
   return name.substr(0, name.find_last_of('.'));
+}
+
+struct CheckpointOptions {
+  std::string path;
+  double pause = 30.0;
+};
+
+/// Calibrates with texts and writes a bundle of each form of the keys, the second, if there is one,
+/// to `pre_rope_out`.
+void run_calibration(const llama::Engine& engine, CalibrateOptions options,
+                     const CheckpointOptions& checkpointing, const std::string& out,
+                     const std::string& pre_rope_out) {
+  using lowrankkv::calibrate::CodingMetric;
+  const int positions = engine.model.config().max_positions;
+  if (options.window == 0) options.window = positions;
+  options.gradient_tokens = std::min(options.gradient_tokens, options.tokens);
+  options.gradient_window = std::min(1024, positions - 1);
+  std::vector<std::string> documents;
+  std::string source;
+  for (const std::string& path : options.texts) {
+    documents.push_back(llama::read_text(path));
+    source += (source.empty() ? "" : ",") + file_stem(path);
+  }
+  const bool of_loss = options.metric == "loss";
+  const std::vector<std::int32_t> all =
+      llama::calibration_tokens(engine, documents, std::numeric_limits<std::int64_t>::max());
+  std::optional<llama::Checkpoint> checkpoint;
+  if (!checkpointing.path.empty())
+    checkpoint.emplace(checkpointing.path, options.job(engine, all), checkpointing.pause);
+  llama::Checkpoint* const kept = checkpoint ? &*checkpoint : nullptr;
+  llama::Calibration moments = llama::calibrate(
+      engine, llama::calibration_tokens(engine, documents, options.tokens), options.window,
+      options.forms, of_loss ? CodingMetric::loss : CodingMetric::output, kept);
+  if (of_loss)
+    llama::use_loss_metric(engine, all, options.gradient_tokens, options.gradient_window,
+                           options.sinks, moments, kept);
+  save(out, moments.of(options.forms.front()), source);
+  if (!pre_rope_out.empty()) save(pre_rope_out, moments.pre_rope, source);
+  if (checkpoint) checkpoint->remove();
 }
 
 }  // namespace
@@ -276,43 +362,59 @@ int main(int argc, char** argv) try {
   CLI::App* calibrate = app.add_subcommand(
       "calibrate", "moments of a text's queries, keys and values, from which every basis follows");
   std::string out = "bases.safetensors";
-  std::int64_t calibration_tokens = 98304;
+  CalibrateOptions calibration;
+  CheckpointOptions checkpoint;
   options.add_model(calibrate);
   bool from_weights = false;
-  CLI::Option* calibration_text =
-      calibrate->add_option("--text,text", text, "text file")->check(CLI::ExistingFile);
+  CLI::Option* calibration_text = calibrate
+                                      ->add_option("--text,text", calibration.texts,
+                                                   "text file, or several separated by commas")
+                                      ->delimiter(',')
+                                      ->check(CLI::ExistingFile);
   calibrate
       ->add_flag("--from-weights", from_weights,
                  "no text: statistics of pre-RoPE keys and of values from the projections' "
                  "weights (low-rank methods with --pre-rope)")
       ->excludes(calibration_text);
   calibrate->add_option("--out", out, "bundle to write")->capture_default_str();
-  calibrate->add_option("--tokens", calibration_tokens, "tokens of the text at most")
+  calibrate
+      ->add_option("--tokens", calibration.tokens,
+                   "tokens at most, the same share of each text, from its beginning on")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
-
-  int calibration_window = 0;
   calibrate
-      ->add_option("--window", calibration_window,
+      ->add_option("--window", calibration.window,
                    "tokens of a window; default: the model's context")
       ->check(CLI::Range(2, 1 << 20));
-
-  std::string metric = "output";
   const CLI::Option* metric_given =
       calibrate
           ->add_option(
-              "--metric", metric,
+              "--metric", calibration.metric,
               "what an error in a row costs, for Budgeted: a layer's output, by forward passes "
               "alone, or the model's loss, by back-propagation")
           ->check(CLI::IsMember({"loss", "output"}))
           ->capture_default_str();
-  std::int64_t gradient_tokens = 40960;
   const CLI::Option* gradients_given =
       calibrate
-          ->add_option("--gradient-tokens", gradient_tokens,
-                       "tokens of the text at most that gradients are of, in windows of 1024")
+          ->add_option("--gradient-tokens", calibration.gradient_tokens,
+                       "tokens that gradients are of, at most, and at most --tokens: windows of "
+                       "1024, spread evenly over all texts")
           ->check(CLI::PositiveNumber)
           ->capture_default_str();
+  calibrate->add_flag(
+      "--sinks", calibration.sinks,
+      "moments and gradients of the first 4 rows of each window too, apart from the "
+      "others, for other tools (with --metric loss)");
+  CLI::Option* checkpoint_given = calibrate->add_option(
+      "--checkpoint", checkpoint.path,
+      "file that is written between windows: a run that was stopped, started again with the same "
+      "arguments, goes on from it. Removed at the end");
+  calibrate
+      ->add_option("--checkpoint-pause", checkpoint.pause,
+                   "seconds between two such files at least")
+      ->check(CLI::NonNegativeNumber)
+      ->needs(checkpoint_given)
+      ->capture_default_str();
 
   bool pre_rope = false;
   CLI::Option* pre_rope_alone = calibrate->add_flag(
@@ -368,39 +470,42 @@ int main(int argc, char** argv) try {
   if (options.method.on_gpu) engine.model.compute_with(llama::make_device_products());
 #endif
   if (calibrate->parsed()) {
-    if (text.empty() && !from_weights)
+    if (calibration.texts.empty() && !from_weights)
       throw std::runtime_error("calibrate: --text or --from-weights is needed");
-    const bool of_loss = metric == "loss";
-    if (gradients_given->count() > 0 && !of_loss)
-      throw std::runtime_error("calibrate: --gradient-tokens " + std::to_string(gradient_tokens) +
-                               " with --metric " + metric + ", which has no gradients");
+    if (gradients_given->count() > 0 && calibration.metric != "loss")
+      throw std::runtime_error("calibrate: --gradient-tokens " +
+                               std::to_string(calibration.gradient_tokens) + " with --metric " +
+                               calibration.metric + ", which has no gradients");
+    if (calibration.sinks && calibration.metric != "loss")
+      throw std::runtime_error("calibrate: --sinks with --metric " + calibration.metric +
+                               ", which has no gradients");
     if (from_weights) {
       if (metric_given->count() > 0)
-        throw std::runtime_error("calibrate: --metric " + metric +
+        throw std::runtime_error("calibrate: --metric " + calibration.metric +
                                  " with --from-weights, which has no metric");
+      if (!checkpoint.path.empty())
+        throw std::runtime_error("calibrate: --checkpoint " + checkpoint.path +
+                                 " with --from-weights, which has no windows");
       if (!pre_rope_out.empty())
         throw std::runtime_error("calibrate: --from-weights has pre-RoPE keys alone, for --out; " +
                                  pre_rope_out + " asked for by --pre-rope-out");
       save(out, llama::calibrate_from_weights(engine), "weights");
       return 0;
     }
-    if (!pre_rope_out.empty() &&
-        std::filesystem::weakly_canonical(pre_rope_out) == std::filesystem::weakly_canonical(out))
-      throw std::runtime_error("calibrate: --out " + out + " and --pre-rope-out " + pre_rope_out +
-                               " are one file, two needed");
-    std::vector<lowrankkv::Rope> forms{pre_rope ? lowrankkv::Rope::pre : lowrankkv::Rope::post};
-    if (!pre_rope_out.empty()) forms.push_back(lowrankkv::Rope::pre);
-    const std::string document = llama::read_text(text);
-    llama::Calibration moments = llama::calibrate(
-        engine, document, calibration_tokens,
-        calibration_window != 0 ? calibration_window : engine.model.config().max_positions, forms,
-        of_loss ? lowrankkv::calibrate::CodingMetric::loss
-                : lowrankkv::calibrate::CodingMetric::output);
-    if (of_loss)
-      llama::use_loss_metric(engine, document, std::min(gradient_tokens, calibration_tokens),
-                             std::min(1024, engine.model.config().max_positions - 1), moments);
-    save(out, moments.of(forms.front()), file_stem(text));
-    if (!pre_rope_out.empty()) save(pre_rope_out, moments.pre_rope, file_stem(text));
+    const std::pair<const char*, std::string> files[] = {
+        {"--out", out}, {"--pre-rope-out", pre_rope_out}, {"--checkpoint", checkpoint.path}};
+    for (const auto& [name, path] : files) {
+      for (const auto& [other, second] : files) {
+        if (name == other || path.empty() || second.empty()) continue;
+        if (std::filesystem::weakly_canonical(path) == std::filesystem::weakly_canonical(second))
+          lowrankkv::detail::fail<lowrankkv::ValueError>("calibrate: ", name, " ", path, " and ",
+                                                         other, " ", second,
+                                                         " are one file, two needed");
+      }
+    }
+    calibration.forms = {pre_rope ? lowrankkv::Rope::pre : lowrankkv::Rope::post};
+    if (!pre_rope_out.empty()) calibration.forms.push_back(lowrankkv::Rope::pre);
+    run_calibration(engine, calibration, checkpoint, out, pre_rope_out);
     return 0;
   }
   if (synthesize->parsed()) {

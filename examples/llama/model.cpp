@@ -8,10 +8,12 @@
 #include <filesystem>
 #include <limits>
 #include <map>
+#include <span>
 #include <sstream>
 #include <stdexcept>
 
 #include "json_file.hpp"
+#include "lowrankkv/core/byte_stream.hpp"
 #include "lowrankkv/core/rope.hpp"
 #include "lowrankkv/io/safetensors.hpp"
 
@@ -393,6 +395,28 @@ Model::Model(const std::string& folder, std::shared_ptr<lowrankkv::cpu::ThreadPo
   weights.check_all_taken(config_.num_layers);
 }
 
+std::uint64_t Model::fingerprint() const {
+  std::uint64_t hash = 0;
+  const auto add = [&](const auto& values) {
+    hash = lowrankkv::checksum(std::as_bytes(std::span(values)), hash + values.size());
+  };
+  add(std::vector<int>{config_.hidden_size, config_.intermediate_size, config_.num_layers,
+                       config_.num_qo_heads, config_.num_kv_heads, config_.head_dim, config_.bos});
+  add(std::vector<float>{config_.rms_norm_eps});
+  add(config_.rope_frequencies);
+  for (const std::vector<float>* values : {&embedding_, &final_norm_, &head_.weight}) add(*values);
+  for (const Layer& layer : layers_) {
+    add(layer.attention_norm);
+    add(layer.mlp_norm);
+    for (const Linear* linear : {&layer.query, &layer.key, &layer.value, &layer.output, &layer.gate,
+                                 &layer.up, &layer.down}) {
+      add(linear->weight);
+      add(linear->bias);
+    }
+  }
+  return hash;
+}
+
 void Model::apply(const Linear& linear, const float* in, std::int64_t rows, float* out) const {
   const std::vector<float>& weight = &linear == &head_ && tied_ ? embedding_ : linear.weight;
   const int in_features = &linear == &head_ && tied_ ? config_.hidden_size : linear.in_features;
@@ -526,7 +550,9 @@ std::vector<float> Model::forward(const std::vector<std::int32_t>& tokens, std::
                                    config_.intermediate_size);
       const Eigen::Map<const Eigen::ArrayXf> u(up.data() + token * config_.intermediate_size,
                                                config_.intermediate_size);
-      g = g / (1.0F + (-g).exp()) * u;
+      // An array of Eigen's own is aligned: where g lies does not change a bit.
+      const Eigen::ArrayXf activated = g / (1.0F + (-g).exp()) * u;
+      g = activated;
     });
     apply(layer.down, gate.data(), n, delta.data());
     Eigen::Map<Eigen::ArrayXf>(x.data(), n * hidden) +=

@@ -100,6 +100,9 @@ class Model {
   /// Linear layers are computed by `products` from now on.
   void compute_with(std::shared_ptr<LinearProducts> products) { products_ = std::move(products); }
   const Config& config() const { return config_; }
+  /// A checksum over the weights and what the configuration says of them: the same for the same
+  /// model. Cost: one pass over the weights.
+  std::uint64_t fingerprint() const;
   /// Texts begin with `bos` from now on, -1 for nothing: what the tokenizer says, where it does.
   void begin_with(std::int32_t bos) { config_.bos = bos; }
   const std::shared_ptr<lowrankkv::cpu::ThreadPool>& threads() const { return threads_; }

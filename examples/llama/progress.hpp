@@ -27,26 +27,30 @@ class Progress {
   Progress& operator=(const Progress&) = delete;
   ~Progress() {
     if (terminal_) std::fprintf(out_, "\r\033[K");
-    std::fprintf(out_, "%s: %lld steps in %.1f s\n", name_.c_str(), static_cast<long long>(done_),
-                 seconds());
+    std::fprintf(out_, "%s: %lld steps in %.1f s\n", name_.c_str(),
+                 static_cast<long long>(done_ - before_), seconds());
   }
+  /// So many steps were done before this job began.
+  void resume(std::int64_t done) { done_ = before_ = shown_done_ = done; }
   void step(std::int64_t count = 1) {
     done_ += count;
     const double now = seconds();
     if (!due(now - shown_)) return;
     shown_ = now;
     shown_done_ = done_;
-    const double left = now / static_cast<double>(done_) * static_cast<double>(steps_ - done_);
+    const double rate = static_cast<double>(done_ - before_) / now;
+    const double left = static_cast<double>(steps_ - done_) / rate;
     if (terminal_) {
       constexpr int kWidth = 30;
       const int filled = static_cast<int>(kWidth * done_ / steps_);
       const std::string bar = std::string(static_cast<std::size_t>(filled), '#') +
                               std::string(static_cast<std::size_t>(kWidth - filled), '.');
-      std::fprintf(out_, "\r\033[K%s [%s] %lld/%lld, %.0f s left", name_.c_str(), bar.c_str(),
-                   static_cast<long long>(done_), static_cast<long long>(steps_), left);
+      std::fprintf(out_, "\r\033[K%s [%s] %lld/%lld, %.4g a second, %.0f s left", name_.c_str(),
+                   bar.c_str(), static_cast<long long>(done_), static_cast<long long>(steps_), rate,
+                   left);
     } else {
-      std::fprintf(out_, "%s: %lld of %lld steps, %.0f s left\n", name_.c_str(),
-                   static_cast<long long>(done_), static_cast<long long>(steps_), left);
+      std::fprintf(out_, "%s: %lld of %lld steps, %.4g a second, %.0f s left\n", name_.c_str(),
+                   static_cast<long long>(done_), static_cast<long long>(steps_), rate, left);
     }
     std::fflush(out_);
   }
@@ -64,6 +68,7 @@ class Progress {
   std::string name_;
   std::int64_t steps_;
   std::int64_t done_ = 0;
+  std::int64_t before_ = 0;
   std::FILE* out_;
   double pause_;
   bool terminal_;

@@ -2,11 +2,17 @@
 // A calibration bundle gives back what was saved.
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
+#include <fstream>
 #include <random>
+#include <set>
+#include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "lowrankkv/calibrate/bundle.hpp"
@@ -146,6 +152,144 @@ TEST_CASE("numbers that no rows have are refused") {
           "layers.0.key.sample holds nan at element 5");
   refused([&](auto& layer) { layer.coding().set_stream_squares(calibrate::RowSample(1, row)); },
           "layers.0.stream_squares holds nan at element 5");
+}
+
+TEST_CASE("sinks are kept apart where they are asked for") {
+  std::mt19937_64 random(12);
+  const CacheShape shape{2, 1, 8};
+  const auto k = gaussian_rows(random, 50 * 8), v = gaussian_rows(random, 50 * 8),
+             dk = gaussian_rows(random, 50 * 8), dv = gaussian_rows(random, 50 * 8);
+  std::vector<calibrate::LayerMoments> layers(2, calibrate::LayerMoments(shape));
+  const auto add = [&](calibrate::CodingStatistics& coding, int rows) {
+    coding.add_gradients({k.data(), rows, 1, 8}, {v.data(), rows, 1, 8}, {dk.data(), rows, 1, 8},
+                         {dv.data(), rows, 1, 8});
+  };
+  for (auto& layer : layers) {
+    layer.coding() = calibrate::CodingStatistics(shape, {}, 4);
+    layer.coding().gather_sinks();
+    add(layer.coding(), 50);
+    add(layer.coding(), 3);  // a sequence of sinks alone
+  }
+  calibrate::CodingStatistics all(shape, {}, 0);
+  add(all, 50);
+  add(all, 3);
+  const io::Safetensors file(calibrate::write_moments(layers).bytes());
+  const auto loaded = calibrate::read_moments(file, shape, 2);
+  for (const auto& layer : loaded) {
+    const calibrate::SinkHead& sink = layer.coding().sink(0);
+    const calibrate::CodingHead &head = layer.coding().head(0), &whole = all.head(0);
+    CHECK(sink.key.count == 7.0);
+    CHECK(head.key.count == 46.0);
+    CHECK((sink.key.second + head.key.second - whole.key.second).norm() <= 1e-12 * 400);
+    CHECK((sink.value.first + head.value.first - whole.value.first).norm() <= 1e-12 * 400);
+    CHECK((sink.key_metric + head.key_metric - whole.key_metric).norm() <= 1e-3);
+    CHECK((sink.value_metric + head.value_metric - whole.value_metric).norm() <= 1e-3);
+    CHECK(sink.value_metric == layers[0].coding().sink(0).value_metric);
+    CHECK(sink.value_metric.trace() > 1.0);
+  }
+  layers[1].coding() = calibrate::CodingStatistics(shape, {}, 4);
+  layers[1].coding().set_metric(calibrate::CodingMetric::loss);
+  CHECK_THROWS_WITH_AS(calibrate::write_moments(layers),
+                       "calibration bundle: sinks of the first layer are gathered, of another left "
+                       "out",
+                       ShapeError);
+}
+
+/// A line of docs/bundle.md's tables: what the first column names, and the others.
+struct PageLine {
+  std::string name;
+  std::vector<std::string> cells;
+};
+
+/// The lines of the first table behind a heading. `a.{b,c}.d` are two lines.
+std::vector<PageLine> table_behind(const std::string& heading) {
+  std::ifstream page(std::string(LOWRANKKV_EXAMPLE_DATA) + "/../../docs/bundle.md");
+  REQUIRE(page);
+  std::vector<PageLine> lines;
+  bool inside = false;
+  for (std::string line; std::getline(page, line);) {
+    if (line.starts_with("## ")) inside = line == "## " + heading;
+    if (!inside || !line.starts_with("| `")) continue;
+    PageLine entry;
+    std::istringstream cells(line.substr(2));
+    for (std::string cell; std::getline(cells, cell, '|');) {
+      cell = cell.substr(std::min(cell.find_first_not_of(' '), cell.size()));
+      entry.cells.push_back(cell.substr(0, cell.find_last_not_of(' ') + 1));
+    }
+    const std::string name = entry.cells.at(0).substr(1, entry.cells.at(0).size() - 2);
+    const std::size_t open = name.find('{'), shut = name.find('}');
+    std::istringstream choices(open == std::string::npos ? ""
+                                                         : name.substr(open + 1, shut - open - 1));
+    if (open == std::string::npos) lines.push_back({name, entry.cells});
+    for (std::string choice; std::getline(choices, choice, ',');)
+      lines.push_back({name.substr(0, open) + choice + name.substr(shut + 1), entry.cells});
+  }
+  return lines;
+}
+
+TEST_CASE("docs/bundle.md has every tensor and every entry that is written, and no other") {
+  std::mt19937_64 random(13);
+  const CacheShape shape{4, 2, 16};
+  const auto output = random_model(random, shape, 2, 60);
+  auto loss = output;
+  std::vector<calibrate::LayerMoments> pre(2, calibrate::LayerMoments(shape, pre_rope()));
+  for (auto& layer : loss) {
+    layer.coding().set_metric(calibrate::CodingMetric::loss);
+    layer.coding().gather_sinks();
+  }
+  const auto tensors = table_behind("Tensors"), entries = table_behind("Metadata");
+  CHECK(tensors.size() == 35);
+  for (const std::vector<calibrate::LayerMoments>* model :
+       {&output, &std::as_const(loss), &std::as_const(pre)}) {
+    const io::Safetensors file(calibrate::write_moments(*model, {{"source", "test"}}).bytes());
+    const std::set<std::string> kinds{"always", "version 5", model == &loss ? "sinks" : "",
+                                      model == &pre ? "pre-RoPE keys" : ""};
+    std::size_t expected = 0;
+    for (const PageLine& line : tensors) {
+      CAPTURE(line.name);
+      if (!kinds.contains(line.cells.at(3))) continue;
+      const bool of_layers = line.name.starts_with("layers.i.");
+      expected += of_layers ? 2 : 1;
+      for (const char* layer : {"layers.0.", "layers.1."}) {
+        const std::string name = of_layers ? layer + line.name.substr(9) : line.name;
+        REQUIRE(file.contains(name));
+        const io::TensorInfo& info = file.info(name);
+        CHECK(info.dtype == line.cells.at(1));
+        std::string extents = line.cells.at(2);  // [H, n, D] as numbers, n as the file has it
+        const std::pair<const char*, std::int64_t> letters[] = {
+            {"H*D", 32},
+            {"H", 2},
+            {"D", 16},
+            {"P", 8},
+            {"n", info.shape.size() == 3 ? info.shape[1] : info.shape[0]}};
+        for (const auto& [letter, value] : letters) {
+          const std::string text = letter;
+          for (std::size_t at; (at = extents.find(text)) != std::string::npos;)
+            extents.replace(at, text.size(), std::to_string(value));
+        }
+        CHECK(io::Safetensors::shape_text(info.shape) == extents);
+      }
+    }
+    const auto named = [](const std::vector<PageLine>& lines, const std::string& name) {
+      return std::any_of(lines.begin(), lines.end(),
+                         [&](const PageLine& line) { return line.name == name; });
+    };
+    for (const auto& tensor : file.tensors()) {
+      CAPTURE(tensor.first);
+      CHECK(named(tensors, tensor.first.starts_with("layers.") ? "layers.i" + tensor.first.substr(8)
+                                                               : tensor.first));
+    }
+    CHECK(file.tensors().size() == expected);
+    for (const PageLine& line : entries) {
+      CAPTURE(line.name);
+      const bool needed = kinds.contains(line.cells.at(2)) || line.cells.at(2) == "no";
+      CHECK(file.metadata().contains(line.name) == needed);
+    }
+    for (const auto& entry : file.metadata()) {
+      CAPTURE(entry.first);
+      CHECK(named(entries, entry.first));
+    }
+  }
 }
 
 TEST_CASE("a residual stream with NaN has no median") {

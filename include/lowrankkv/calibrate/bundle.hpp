@@ -31,11 +31,15 @@
 ///     layers.i.coded_queries    [1]  queries that the metrics sum over; of the loss: rows
 ///     layers.i.stream_squares   [rows]
 ///
-/// The metadata `coded_metric`, from version 5 on, is `output`, `loss` or `combined`
-/// (CodingMetric): what an error in a row costs. stream_squares holds |h|^2 of rows of the residual
-/// stream behind the layer's attention; no rows if the writer saw none. For pre-RoPE keys there are
-/// also the metadata `pairing` (`half_split` or `interleaved`) and the tensor rope.frequencies
-/// [pairs], radians per token.
+/// For other tools, of the rows that are never compressed (SinkHead), only if they were gathered:
+///
+///     layers.i.sink_x.second_moment, .sum, .count, .metric  as above
+///
+/// docs/bundle.md describes every tensor. The metadata `coded_metric`, from version 5 on, is
+/// `output`, `loss` or `combined` (CodingMetric): what an error in a row costs. stream_squares holds
+/// |h|^2 of rows of the residual stream behind the layer's attention; no rows if the writer saw
+/// none. For pre-RoPE keys there are also the metadata `pairing` (`half_split` or `interleaved`)
+/// and the tensor rope.frequencies [pairs], radians per token.
 ///
 /// Moments are sufficient: every kind of basis at every rank follows from them
 /// (LayerMoments::basis). The moments of two runs can be added.
@@ -115,6 +119,11 @@ io::SafetensorsWriter write_moments(const std::vector<LayerMoments>& layers,
       ::lowrankkv::detail::fail<ShapeError>("calibration bundle: head_dim ", shape.head_dim,
                                             " and ", layer.shape().head_dim,
                                             ": layers differ in shape");
+    if (layer.coding().gathers_sinks() != layers.front().coding().gathers_sinks())
+      ::lowrankkv::detail::fail<ShapeError>(
+          "calibration bundle: sinks of the first layer are ",
+          layers.front().coding().gathers_sinks() ? "gathered" : "left out", ", of another ",
+          layer.coding().gathers_sinks() ? "gathered" : "left out");
     if (layer.coding().metric() != layers.front().coding().metric())
       ::lowrankkv::detail::fail<ShapeError>(
           "calibration bundle: the metric of the first layer is of the ",
@@ -166,6 +175,14 @@ io::SafetensorsWriter write_moments(const std::vector<LayerMoments>& layers,
       const std::int64_t count = static_cast<std::int64_t>(rows.size()) / (heads * dim);
       writer.add("layers." + std::to_string(i) + "." + name + ".sample", {heads, count, dim}, rows);
     };
+    const auto write_metric = [&](const std::string& name, auto&& metric_of) {
+      std::vector<double> values;
+      for (int head = 0; head < shape.num_kv_heads; ++head) {
+        const Eigen::MatrixXd& matrix = metric_of(head);
+        values.insert(values.end(), matrix.data(), matrix.data() + matrix.size());  // symmetric
+      }
+      writer.add("layers." + std::to_string(i) + "." + name + ".metric", {heads, dim, dim}, values);
+    };
     const CodingStatistics& coding = layers[i].coding();
     const auto write_coding = [&](const std::string& name, Moments CodingHead::*moments,
                                   RowSample CodingHead::*sample,
@@ -174,16 +191,21 @@ io::SafetensorsWriter write_moments(const std::vector<LayerMoments>& layers,
                    [&](int head) -> const RowSample& { return coding.head(head).*sample; });
       write("coded_" + name,
             [&](int head) -> const Moments& { return coding.head(head).*moments; });
-      std::vector<double> values;
-      for (int head = 0; head < shape.num_kv_heads; ++head) {
-        const Eigen::MatrixXd& matrix = coding.head(head).*metric;
-        values.insert(values.end(), matrix.data(), matrix.data() + matrix.size());  // symmetric
-      }
-      writer.add("layers." + std::to_string(i) + ".coded_" + name + ".metric", {heads, dim, dim},
-                 values);
+      write_metric("coded_" + name,
+                   [&](int head) -> const Eigen::MatrixXd& { return coding.head(head).*metric; });
     };
     write_coding("key", &CodingHead::key, &CodingHead::key_sample, &CodingHead::key_metric);
     write_coding("value", &CodingHead::value, &CodingHead::value_sample, &CodingHead::value_metric);
+    const auto write_sinks = [&](const std::string& name, Moments SinkHead::*moments,
+                                 Eigen::MatrixXd SinkHead::*metric) {
+      write("sink_" + name, [&](int head) -> const Moments& { return coding.sink(head).*moments; });
+      write_metric("sink_" + name,
+                   [&](int head) -> const Eigen::MatrixXd& { return coding.sink(head).*metric; });
+    };
+    if (coding.gathers_sinks()) {
+      write_sinks("key", &SinkHead::key, &SinkHead::key_metric);
+      write_sinks("value", &SinkHead::value, &SinkHead::value_metric);
+    }
     writer.add("layers." + std::to_string(i) + ".coded_queries", {1},
                std::vector<double>{coding.num_queries()});
     writer.add("layers." + std::to_string(i) + ".stream_squares", {coding.stream_squares().size()},
@@ -294,6 +316,17 @@ std::vector<LayerMoments> read_moments(const io::Safetensors& file, const CacheS
     };
     CodingStatistics& coding = layers[i].coding();
     coding.set_metric(*known_metric);
+    const auto read_metric = [&](const std::string& name, auto&& metric_of) {
+      const std::string tensor = "layers." + std::to_string(i) + "." + name + ".metric";
+      const std::vector<double> all = file.values<double>(tensor, {heads, dim, dim});
+      for (int head = 0; head < shape.num_kv_heads; ++head) {
+        metric_of(head) =
+            Eigen::Map<const Eigen::MatrixX<Real>>(all.data() + head * dim * dim, dim, dim);
+        if (!metric_of(head).allFinite())
+          ::lowrankkv::detail::fail<FormatError>("calibration bundle: ", tensor, " of head ", head,
+                                                 " is not finite");
+      }
+    };
     const auto read_coding = [&](const std::string& name, Moments CodingHead::*moments,
                                  RowSample CodingHead::*sample,
                                  Eigen::MatrixXd CodingHead::*metric) {
@@ -301,18 +334,22 @@ std::vector<LayerMoments> read_moments(const io::Safetensors& file, const CacheS
         read_sample("coded_" + name,
                     [&](int head) -> RowSample& { return coding.head(head).*sample; });
       read("coded_" + name, [&](int head) -> Moments& { return coding.head(head).*moments; });
-      const std::string tensor = "layers." + std::to_string(i) + ".coded_" + name + ".metric";
-      const std::vector<double> all = file.values<double>(tensor, {heads, dim, dim});
-      for (int head = 0; head < shape.num_kv_heads; ++head) {
-        coding.head(head).*metric =
-            Eigen::Map<const Eigen::MatrixX<Real>>(all.data() + head * dim * dim, dim, dim);
-        if (!(coding.head(head).*metric).allFinite())
-          ::lowrankkv::detail::fail<FormatError>("calibration bundle: ", tensor, " of head ", head,
-                                                 " is not finite");
-      }
+      read_metric("coded_" + name,
+                  [&](int head) -> Eigen::MatrixXd& { return coding.head(head).*metric; });
     };
     read_coding("key", &CodingHead::key, &CodingHead::key_sample, &CodingHead::key_metric);
     read_coding("value", &CodingHead::value, &CodingHead::value_sample, &CodingHead::value_metric);
+    const auto read_sinks = [&](const std::string& name, Moments SinkHead::*moments,
+                                Eigen::MatrixXd SinkHead::*metric) {
+      read("sink_" + name, [&](int head) -> Moments& { return coding.sink(head).*moments; });
+      read_metric("sink_" + name,
+                  [&](int head) -> Eigen::MatrixXd& { return coding.sink(head).*metric; });
+    };
+    if (file.contains("layers.0.sink_key.count")) {
+      coding.gather_sinks();
+      read_sinks("key", &SinkHead::key, &SinkHead::key_metric);
+      read_sinks("value", &SinkHead::value, &SinkHead::value_metric);
+    }
     const std::string queries = "layers." + std::to_string(i) + ".coded_queries";
     coding.set_num_queries(file.values<double>(queries, {1}).front());
     if (!(coding.num_queries() >= 0.0 && std::isfinite(coding.num_queries())))

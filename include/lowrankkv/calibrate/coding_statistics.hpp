@@ -71,6 +71,13 @@ struct CodingHead {
   }
 };
 
+/// @brief Moments of the rows that are never compressed (sinks) of one KV head, and the sums of
+/// g^T g over them, g [1, head_dim] the loss's gradient: apart from all other rows.
+struct SinkHead {
+  Moments key, value;
+  Eigen::MatrixXd key_metric, value_metric;
+};
+
 /// @brief What the metrics of CodingStatistics measure an error by.
 enum class CodingMetric {
   output,   ///< the change of a layer's output: forward passes alone (CodingStatistics::add)
@@ -125,6 +132,16 @@ class CodingStatistics {
   void set_metric(CodingMetric metric) { metric_ = metric; }
   CodingHead& head(int index) { return heads_[static_cast<std::size_t>(index)]; }
   const CodingHead& head(int index) const { return heads_[static_cast<std::size_t>(index)]; }
+  /// @brief From now on add_gradients() gathers the sinks too, in sink(). Nothing in the library
+  /// needs them; they are for other tools. Memory: 32 head_dim^2 bytes a KV head.
+  template <class Real = double>
+  void gather_sinks() {
+    const Eigen::MatrixX<Real> zero = Eigen::MatrixX<Real>::Zero(shape_.head_dim, shape_.head_dim);
+    sinks_.assign(heads_.size(), {Moments(shape_.head_dim), Moments(shape_.head_dim), zero, zero});
+  }
+  bool gathers_sinks() const { return !sinks_.empty(); }
+  SinkHead& sink(int index) { return sinks_[static_cast<std::size_t>(index)]; }
+  const SinkHead& sink(int index) const { return sinks_[static_cast<std::size_t>(index)]; }
   /// @brief Number of queries that the metrics sum over.
   double num_queries() const { return num_queries_; }
   void set_num_queries(double queries) { num_queries_ = queries; }
@@ -243,16 +260,23 @@ class CodingStatistics {
     const std::int64_t first = (std::min)(std::int64_t{exempt_}, n);
     for (int index = 0; index < shape_.num_kv_heads; ++index) {
       CodingHead& own = heads_[static_cast<std::size_t>(index)];
-      const auto add_square = [&](const auto& gradients, Eigen::MatrixXd& metric) {
-        const Rows g = load<Rows>(gradients, index).bottomRows(n - first);
+      const auto add_square = [](const Rows& g, Eigen::MatrixXd& metric) {
         const Eigen::MatrixX<Real> square = g.transpose() * g;
         metric += square.template cast<double>();
       };
       const Rows keys = load<Rows>(key, index), values = load<Rows>(value, index);
       own.add_keys({keys.data() + first * shape_.head_dim, n - first, shape_.head_dim});
       own.add_values({values.data() + first * shape_.head_dim, n - first, shape_.head_dim});
-      add_square(key_gradient, own.key_metric);
-      add_square(value_gradient, own.value_metric);
+      const Rows of_keys = load<Rows>(key_gradient, index),
+                 of_values = load<Rows>(value_gradient, index);
+      add_square(of_keys.bottomRows(n - first), own.key_metric);
+      add_square(of_values.bottomRows(n - first), own.value_metric);
+      if (!gathers_sinks()) continue;
+      SinkHead& sink = sinks_[static_cast<std::size_t>(index)];
+      sink.key.add({keys.data(), first, shape_.head_dim});
+      sink.value.add({values.data(), first, shape_.head_dim});
+      add_square(of_keys.topRows(first), sink.key_metric);
+      add_square(of_values.topRows(first), sink.value_metric);
     }
     num_queries_ += static_cast<double>(n - first);
   }
@@ -488,6 +512,7 @@ class CodingStatistics {
   CodingMetric metric_ = CodingMetric::output;
   RowSample stream_squares_{1, 4096};
   std::vector<CodingHead> heads_;
+  std::vector<SinkHead> sinks_;  // none: sinks are left out
   std::vector<Eigen::MatrixXd> grams_;
 };
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "lowrankkv/config.hpp"
+#include "lowrankkv/core/error.hpp"
 #include "lowrankkv/core/views.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -25,6 +26,19 @@ class RowSample {
       : dim_(head_dim),
         capacity_(static_cast<std::int64_t>(rows.size()) / head_dim),
         rows_(std::move(rows)) {}
+  /// @brief Goes on with a stream.
+  /// @param rows  those kept so far, [size(), head_dim]
+  /// @param seen  rows of the stream so far, as seen() said
+  /// @throws ShapeError unless so many of `seen` rows are kept
+  RowSample(int head_dim, std::int64_t capacity, std::vector<float> rows, std::int64_t seen)
+      : dim_(head_dim), capacity_(capacity), seen_(seen), rows_(std::move(rows)) {
+    const auto kept = [&] { return seen_ > 0 ? (seen_ - 1) / stride_ + 1 : 0; };
+    while (capacity_ > 0 && kept() > capacity_) stride_ *= 2;
+    if (static_cast<std::int64_t>(rows_.size()) != kept() * dim_)
+      ::lowrankkv::detail::fail<ShapeError>("row sample: ", rows_.size(), " numbers of rows, ",
+                                            kept() * dim_, " expected of ", seen_, " rows of ",
+                                            dim_);
+  }
   /// @brief Adds rows of the stream, [n, head_dim], in stream order.
   void add(MatrixView rows) {
     for (std::int64_t row = 0; row < rows.rows; ++row, ++seen_) {
@@ -39,6 +53,11 @@ class RowSample {
       rows_.insert(rows_.end(), rows.row(row), rows.row(row) + dim_);
     }
   }
+  int head_dim() const { return dim_; }
+  /// @brief Rows that are kept at most.
+  std::int64_t capacity() const { return capacity_; }
+  /// @brief Rows of the stream so far.
+  std::int64_t seen() const { return seen_; }
   std::int64_t size() const {
     return dim_ == 0 ? 0 : static_cast<std::int64_t>(rows_.size()) / dim_;
   }

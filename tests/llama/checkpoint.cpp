@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+// A calibration that is stopped and goes on gives what one gives that was never stopped.
+#include "checkpoint.hpp"
+
+#include <doctest/doctest.h>
+
+#include <array>
+#include <cstddef>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "evaluate.hpp"
+#include "loss_metric.hpp"
+#include "lowrankkv/calibrate/bundle.hpp"
+
+namespace {
+
+using namespace llama;
+using lowrankkv::Rope;
+using lowrankkv::calibrate::CodingMetric;
+
+const std::string kData = LOWRANKKV_EXAMPLE_DATA;
+const std::string kPath = "calibration_checkpoint_test.safetensors";
+
+const Engine& nano() {
+  static const Engine engine(kData + "/nano", 2);
+  return engine;
+}
+
+struct Stopped : std::runtime_error {
+  Stopped() : std::runtime_error("stopped") {}
+};
+
+/// The two bundles of a run. With a checkpoint it stops behind the `stop`-th file that it writes.
+std::array<std::vector<std::byte>, 2> bundles(const Engine& engine, CodingMetric metric,
+                                              Checkpoint* checkpoint = nullptr, int stop = 0) {
+  const auto tokens =
+      calibration_tokens(engine, {read_text(kData + "/text/calibration_prose.txt")}, 1000);
+  if (checkpoint != nullptr) {
+    checkpoint->on_saved = [stop]() mutable {
+      if (--stop == 0) throw Stopped();
+    };
+  }
+  Calibration calibration =
+      calibrate(engine, tokens, 300, {Rope::post, Rope::pre}, metric, checkpoint);
+  if (metric == CodingMetric::loss)
+    use_loss_metric(engine, tokens, 600, 200, true, calibration, checkpoint);
+  return {lowrankkv::calibrate::write_moments(calibration.post_rope).bytes(),
+          lowrankkv::calibrate::write_moments(calibration.pre_rope).bytes()};
+}
+
+}  // namespace
+
+TEST_CASE("a stopped calibration goes on and gives the same bundles, byte for byte") {
+  for (const CodingMetric metric : {CodingMetric::loss, CodingMetric::output}) {
+    std::filesystem::remove(kPath);
+    const auto whole = bundles(nano(), metric);
+    // Memory elsewhere, and another number of threads, are no reasons for other sums.
+    const std::vector<float> elsewhere(12345);
+    const auto other = std::make_unique<Engine>(kData + "/nano", 3);
+    CHECK(bundles(*other, metric) == whole);
+    int runs = 0;
+    for (bool done = false; !done; ++runs) {
+      // Every run writes one file and stops: the last has nothing left to do.
+      Checkpoint checkpoint(kPath, {{"text", "prose"}}, 0.0);
+      try {
+        const auto resumed = bundles(runs % 2 == 0 ? nano() : *other, metric, &checkpoint, 1);
+        CHECK(resumed == whole);
+        done = true;
+        checkpoint.remove();
+      } catch (const Stopped&) {
+        CHECK(std::filesystem::exists(kPath));
+        CHECK(!std::filesystem::exists(kPath + ".part"));
+      }
+      REQUIRE(runs < 20);
+    }
+    // 4 windows of moments and 3 of gradients, or 5 windows that are whole and half in turn.
+    CHECK(runs == (metric == CodingMetric::loss ? 8 : 6));
+    CHECK(!std::filesystem::exists(kPath));
+  }
+}
+
+TEST_CASE("a checkpoint of another run is refused, and both values are named") {
+  std::filesystem::remove(kPath);
+  Checkpoint checkpoint(kPath, {{"tokens", "1000"}, {"metric", "loss"}}, 0.0);
+  CHECK_THROWS_AS(bundles(nano(), CodingMetric::loss, &checkpoint, 2), Stopped);
+  const auto run_of = [&](Checkpoint::Job job) {
+    Checkpoint other(kPath, std::move(job));
+    bundles(nano(), CodingMetric::loss, &other);
+  };
+  CHECK_THROWS_WITH_AS(
+      run_of({{"tokens", "2000"}, {"metric", "loss"}}),
+      ("checkpoint " + kPath + ": tokens 1000, of this run 2000; remove the file to begin again")
+          .c_str(),
+      lowrankkv::ValueError);
+  CHECK_THROWS_WITH(run_of({{"tokens", "1000"}}),
+                    doctest::Contains("metric loss, of this run missing"));
+  CHECK_THROWS_WITH(run_of({{"tokens", "1000"}, {"metric", "loss"}, {"sinks", "yes"}}),
+                    doctest::Contains("sinks missing, of this run yes"));
+  // A file that was cut off, one of another kind, and a calibration of other extents.
+  const auto refused = [&](const std::string& expected) {
+    Checkpoint again(kPath, {{"tokens", "1000"}, {"metric", "loss"}});
+    CalibrationPlace place;
+    Calibration calibration;
+    calibration.post_rope.assign(1, lowrankkv::calibrate::LayerMoments({2, 1, 8}));
+    CHECK_THROWS_WITH_AS(again.restore(place, calibration), doctest::Contains(expected.c_str()),
+                         lowrankkv::Error);
+    CHECK(place.done == 0);
+  };
+  refused("row sample: 1 numbers of rows, 0 expected of 0 rows of 8");
+  const auto size = std::filesystem::file_size(kPath);
+  std::filesystem::resize_file(kPath, size - 1);
+  refused("data has");
+  lowrankkv::calibrate::save_moments(kPath, std::vector<lowrankkv::calibrate::LayerMoments>(
+                                                1, lowrankkv::calibrate::LayerMoments({2, 1, 8})));
+  refused(
+      "format lowrankkv.moments version 5, expected lowrankkv.calibration_checkpoint version 1");
+  std::filesystem::remove(kPath);
+}
+
+TEST_CASE("files are written when the pause has passed, and where they cannot be, it says so") {
+  std::filesystem::remove(kPath);
+  Checkpoint rare(kPath, {}, 1e6);
+  Calibration calibration;
+  rare.save({}, calibration);
+  CHECK(!std::filesystem::exists(kPath));
+  rare.save({}, calibration, true);
+  CHECK(std::filesystem::exists(kPath));
+  rare.remove();
+  Checkpoint nowhere("no_such_folder/file", {}, 0.0);
+  CHECK_THROWS_WITH(nowhere.save({}, calibration), doctest::Contains("no_such_folder/file.part"));
+}
+
+TEST_CASE("the tokens of a calibration are the same share of each text") {
+  const std::string long_text = read_text(kData + "/text/calibration_prose.txt").substr(0, 6000);
+  const std::string short_text = read_text(kData + "/text/code.txt").substr(0, 2000);
+  const auto all = calibration_tokens(nano(), {long_text, short_text}, 1 << 20);
+  const auto first = encode_documents(nano(), long_text),
+             second = encode_documents(nano(), short_text);
+  REQUIRE(all.size() == first.size() + second.size() + 1);
+  CHECK(all[first.size()] == nano().model.config().bos);
+  const auto half = calibration_tokens(nano(), {long_text, short_text},
+                                       static_cast<std::int64_t>(all.size() / 2));
+  CHECK(half.size() == all.size() / 2);
+  const std::size_t of_first = first.size() / 2;  // rounded down, or one less
+  std::size_t same = 0;
+  while (same < half.size() && half[same] == first[same]) ++same;
+  CHECK(same + 1 >= of_first);
+  CHECK(same <= of_first + 1);
+  CHECK(half[same] == nano().model.config().bos);
+  CHECK(calibration_tokens(nano(), {long_text}, 10) ==
+        std::vector<std::int32_t>(first.begin(), first.begin() + 10));
+}
+
+TEST_CASE("a fingerprint is that of the weights") {
+  const Model again(kData + "/nano", std::make_shared<lowrankkv::cpu::ThreadPool>(1));
+  CHECK(again.fingerprint() != 0);
+  Model other = again;
+  other.begin_with(again.config().bos == 5 ? 6 : 5);
+  CHECK(other.fingerprint() != again.fingerprint());
+}
