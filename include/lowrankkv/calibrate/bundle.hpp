@@ -36,10 +36,10 @@
 ///     layers.i.sink_x.second_moment, .sum, .count, .metric  as above
 ///
 /// docs/bundle.md describes every tensor. The metadata `coded_metric`, from version 5 on, is
-/// `output`, `loss` or `combined` (CodingMetric): what an error in a row costs. stream_squares holds
-/// |h|^2 of rows of the residual stream behind the layer's attention; no rows if the writer saw
-/// none. For pre-RoPE keys there are also the metadata `pairing` (`half_split` or `interleaved`)
-/// and the tensor rope.frequencies [pairs], radians per token.
+/// `output`, `loss` or `combined` (CodingMetric): what an error in a row costs. stream_squares
+/// holds |h|^2 of rows of the residual stream behind the layer's attention; no rows if the writer
+/// saw none. For pre-RoPE keys there are also the metadata `pairing` (`half_split` or
+/// `interleaved`) and the tensor rope.frequencies [pairs], radians per token.
 ///
 /// Moments are sufficient: every kind of basis at every rank follows from them
 /// (LayerMoments::basis). The moments of two runs can be added.
