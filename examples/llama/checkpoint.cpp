@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The file is one of safetensors. Metadata: format, version, what the run is of (`job.NAME`), and
 // its place. Tensors: for each form of the keys all sums (f64) and all sample rows (f32), in the
-// order of each_part() below.
+// order of each_part() below; of a combined metric, behind them those of Calibration::outputs().
 #include "checkpoint.hpp"
 
 #include <Eigen/Core>
@@ -27,17 +27,13 @@ using lowrankkv::detail::fail;
 constexpr const char* kFormat = "lowrankkv.calibration_checkpoint";
 constexpr const char* kVersion = "1";
 
-/// Everything that a layer has gathered, part by part. `Layer` is LayerMoments, constant or not.
-template <class Archive, class Layer>
-void each_part(Archive& archive, Layer& layer) {
-  auto& coding = layer.coding();
+/// Everything that coding statistics have gathered, part by part. `Coding` is CodingStatistics,
+/// constant or not.
+template <class Archive, class Coding>
+void each_part_of(Archive& archive, Coding& coding) {
   archive.metric(coding);
   archive.squares(coding);
-  archive.moments(layer.values());
-  for (int index = 0; index < layer.shape().num_kv_heads; ++index) {
-    auto& head = layer.head(index);
-    for (auto* moments : {&head.query, &head.key, &head.value}) archive.moments(*moments);
-    for (auto* sample : {&head.key_sample, &head.value_sample}) archive.sample(*sample);
+  for (int index = 0; index < coding.shape().num_kv_heads; ++index) {
     auto& coded = coding.head(index);
     for (auto* moments : {&coded.key, &coded.value}) archive.moments(*moments);
     for (auto* sample : {&coded.key_sample, &coded.value_sample}) archive.sample(*sample);
@@ -46,6 +42,18 @@ void each_part(Archive& archive, Layer& layer) {
     auto& sink = coding.sink(index);
     for (auto* moments : {&sink.key, &sink.value}) archive.moments(*moments);
     for (auto* metric : {&sink.key_metric, &sink.value_metric}) archive.matrix(*metric);
+  }
+}
+
+/// Everything that a layer has gathered. `Layer` is LayerMoments, constant or not.
+template <class Archive, class Layer>
+void each_part(Archive& archive, Layer& layer) {
+  each_part_of(archive, layer.coding());
+  archive.moments(layer.values());
+  for (int index = 0; index < layer.shape().num_kv_heads; ++index) {
+    auto& head = layer.head(index);
+    for (auto* moments : {&head.query, &head.key, &head.value}) archive.moments(*moments);
+    for (auto* sample : {&head.key_sample, &head.value_sample}) archive.sample(*sample);
   }
 }
 
@@ -151,6 +159,8 @@ void Checkpoint::save(const CalibrationPlace& place, const Calibration& calibrat
     if (calibration.of(form).empty()) continue;
     PartWriter parts;
     for (const cal::LayerMoments& layer : calibration.of(form)) each_part(parts, layer);
+    for (const cal::CodingStatistics& coding : calibration.outputs(form))
+      each_part_of(parts, coding);
     writer.add(std::string(name) + ".sums", {static_cast<std::int64_t>(parts.sums.size())},
                parts.sums);
     writer.add(std::string(name) + ".rows", {static_cast<std::int64_t>(parts.rows.size())},
@@ -217,7 +227,8 @@ bool Checkpoint::restore(CalibrationPlace& place, Calibration& calibration,
                      file.values<double>(sums, file.info(sums).shape),
                      file.values<float>(rows, file.info(rows).shape));
     for (cal::LayerMoments& layer : calibration.of(form)) each_part(parts, layer);
-    parts.end();
+    for (cal::CodingStatistics& coding : calibration.outputs(form)) each_part_of(parts, coding);
+    if (stored.gradients == of_gradients) parts.end();  // else what that pass has besides
   }
   place = stored;
   return true;

@@ -86,10 +86,18 @@ const MethodInfo& find_method(const std::string& name);
 /// empty.
 struct Calibration {
   std::vector<lowrankkv::calibrate::LayerMoments> post_rope, pre_rope;
+  /// By layer, while gradients are gathered for a combined metric: the statistics of outputs.
+  std::vector<lowrankkv::calibrate::CodingStatistics> post_rope_outputs, pre_rope_outputs;
 
   auto& of(lowrankkv::Rope keys) { return keys == lowrankkv::Rope::pre ? pre_rope : post_rope; }
   const auto& of(lowrankkv::Rope keys) const {
     return keys == lowrankkv::Rope::pre ? pre_rope : post_rope;
+  }
+  auto& outputs(lowrankkv::Rope keys) {
+    return keys == lowrankkv::Rope::pre ? pre_rope_outputs : post_rope_outputs;
+  }
+  const auto& outputs(lowrankkv::Rope keys) const {
+    return keys == lowrankkv::Rope::pre ? pre_rope_outputs : post_rope_outputs;
   }
 };
 

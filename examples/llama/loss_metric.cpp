@@ -29,27 +29,29 @@ std::int32_t draw(const float* probabilities, int count, std::mt19937_64& random
 
 void use_loss_metric(const Engine& engine, const std::string& text, std::int64_t max_tokens,
                      int window, Calibration& calibration) {
-  use_loss_metric(engine, encode_documents(engine, text), max_tokens, window, false, calibration,
+  use_loss_metric(engine, encode_documents(engine, text), {max_tokens, window}, calibration,
                   nullptr);
 }
 
 void use_loss_metric(const Engine& engine, const std::vector<std::int32_t>& ids,
-                     std::int64_t max_tokens, int window, bool sinks, Calibration& calibration,
+                     const GradientOptions& options, Calibration& calibration,
                      Checkpoint* checkpoint) {
   const Config& config = engine.model.config();
   const std::int64_t size = static_cast<std::int64_t>(ids.size());
-  const std::int64_t length = std::min<std::int64_t>(window, size);
+  const std::int64_t length = std::min<std::int64_t>(options.window, size);
   if (length < 2)
     throw std::runtime_error("calibration: the text has " + std::to_string(size) +
                              " tokens, at least 2 are expected");
   const std::int64_t windows =
-      std::clamp<std::int64_t>(std::min(max_tokens, size) / length, 1, size / length);
+      std::clamp<std::int64_t>(std::min(options.max_tokens, size) / length, 1, size / length);
   const std::vector<lowrankkv::Rope> forms = {lowrankkv::Rope::post, lowrankkv::Rope::pre};
   for (const lowrankkv::Rope form : forms) {
+    calibration.outputs(form).clear();
     for (auto& layer : calibration.of(form)) {
+      if (options.combine) calibration.outputs(form).push_back(std::move(layer.coding()));
       layer.coding() =
           lowrankkv::calibrate::CodingStatistics(config.cache_shape(), config.rope(form), kSinks);
-      if (sinks) layer.coding().gather_sinks();
+      if (options.sinks) layer.coding().gather_sinks();
     }
   }
   const std::int64_t copies = length / 4;
@@ -93,6 +95,12 @@ void use_loss_metric(const Engine& engine, const std::vector<std::int32_t>& ids,
     ++place.done;
     progress.step(length);
     if (checkpoint != nullptr) checkpoint->save(place, calibration, place.done == windows);
+  }
+  if (!options.combine) return;
+  for (const lowrankkv::Rope form : forms) {
+    for (std::size_t layer = 0; layer < calibration.of(form).size(); ++layer)
+      calibration.of(form)[layer].coding().combine(calibration.outputs(form)[layer]);
+    calibration.outputs(form).clear();
   }
 }
 

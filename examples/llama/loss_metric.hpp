@@ -17,11 +17,18 @@ namespace llama {
 /// forward pass.
 void use_loss_metric(const Engine& engine, const std::string& text, std::int64_t max_tokens,
                      int window, Calibration& calibration);
-/// The same of windows spread over `ids`, with a checkpoint as calibrate() has it, of which
-/// `calibration` came.
-/// @param sinks  gather the first rows of each window, apart from the others
+/// What gradients are gathered of.
+struct GradientOptions {
+  std::int64_t max_tokens = 40960;
+  int window = 1024;     ///< tokens of a window; windows are spread evenly over the text
+  bool sinks = false;    ///< gather the first rows of each window too, apart from the others
+  bool combine = false;  ///< with the coding statistics that are there: CodingStatistics::combine()
+};
+
+/// The same of a text's tokens, with a checkpoint as calibrate() has it, of which `calibration`
+/// came.
 void use_loss_metric(const Engine& engine, const std::vector<std::int32_t>& ids,
-                     std::int64_t max_tokens, int window, bool sinks, Calibration& calibration,
+                     const GradientOptions& options, Calibration& calibration,
                      Checkpoint* checkpoint);
 
 }  // namespace llama

@@ -208,6 +208,7 @@ struct CalibrateOptions {
   bool sinks = false;
   std::vector<lowrankkv::Rope> forms;
 
+  bool has_gradients() const { return metric != "output"; }
   llama::Checkpoint::Job job(const llama::Engine& engine,
                              const std::vector<std::int32_t>& all_tokens) const {
     llama::Checkpoint::Job job{
@@ -223,7 +224,7 @@ struct CalibrateOptions {
         {"keys", forms.size() == 2                       ? "post_rope and pre_rope"
                  : forms.front() == lowrankkv::Rope::pre ? "pre_rope"
                                                          : "post_rope"}};
-    if (metric != "loss") return job;
+    if (!has_gradients()) return job;
     job["gradient_tokens"] = std::to_string(gradient_tokens);
     job["gradient_window"] = std::to_string(gradient_window);
     job["sinks"] = sinks ? "yes" : "no";
@@ -258,7 +259,6 @@ void run_calibration(const llama::Engine& engine, CalibrateOptions options,
     documents.push_back(llama::read_text(path));
     source += (source.empty() ? "" : ",") + file_stem(path);
   }
-  const bool of_loss = options.metric == "loss";
   const std::vector<std::int32_t> all =
       llama::calibration_tokens(engine, documents, std::numeric_limits<std::int64_t>::max());
   std::optional<llama::Checkpoint> checkpoint;
@@ -267,10 +267,12 @@ void run_calibration(const llama::Engine& engine, CalibrateOptions options,
   llama::Checkpoint* const kept = checkpoint ? &*checkpoint : nullptr;
   llama::Calibration moments = llama::calibrate(
       engine, llama::calibration_tokens(engine, documents, options.tokens), options.window,
-      options.forms, of_loss ? CodingMetric::loss : CodingMetric::output, kept);
-  if (of_loss)
-    llama::use_loss_metric(engine, all, options.gradient_tokens, options.gradient_window,
-                           options.sinks, moments, kept);
+      options.forms, options.metric == "loss" ? CodingMetric::loss : CodingMetric::output, kept);
+  if (options.has_gradients())
+    llama::use_loss_metric(engine, all,
+                           {options.gradient_tokens, options.gradient_window, options.sinks,
+                            options.metric == "combined"},
+                           moments, kept);
   save(out, moments.of(options.forms.front()), source);
   if (!pre_rope_out.empty()) save(pre_rope_out, moments.pre_rope, source);
   if (checkpoint) checkpoint->remove();
@@ -391,8 +393,8 @@ int main(int argc, char** argv) try {
           ->add_option(
               "--metric", calibration.metric,
               "what an error in a row costs, for Budgeted: a layer's output, by forward passes "
-              "alone, or the model's loss, by back-propagation")
-          ->check(CLI::IsMember({"loss", "output"}))
+              "alone; the model's loss, by back-propagation; or the mean of both, which is best")
+          ->check(CLI::IsMember({"combined", "loss", "output"}))
           ->capture_default_str();
   const CLI::Option* gradients_given =
       calibrate
@@ -404,7 +406,7 @@ int main(int argc, char** argv) try {
   calibrate->add_flag(
       "--sinks", calibration.sinks,
       "moments and gradients of the first 4 rows of each window too, apart from the "
-      "others, for other tools (with --metric loss)");
+      "others, for other tools (with gradients)");
   CLI::Option* checkpoint_given = calibrate->add_option(
       "--checkpoint", checkpoint.path,
       "file that is written between windows: a run that was stopped, started again with the same "
@@ -472,11 +474,11 @@ int main(int argc, char** argv) try {
   if (calibrate->parsed()) {
     if (calibration.texts.empty() && !from_weights)
       throw std::runtime_error("calibrate: --text or --from-weights is needed");
-    if (gradients_given->count() > 0 && calibration.metric != "loss")
+    if (gradients_given->count() > 0 && !calibration.has_gradients())
       throw std::runtime_error("calibrate: --gradient-tokens " +
                                std::to_string(calibration.gradient_tokens) + " with --metric " +
                                calibration.metric + ", which has no gradients");
-    if (calibration.sinks && calibration.metric != "loss")
+    if (calibration.sinks && !calibration.has_gradients())
       throw std::runtime_error("calibrate: --sinks with --metric " + calibration.metric +
                                ", which has no gradients");
     if (from_weights) {

@@ -118,7 +118,7 @@ class Bundle:
         one_of("version", VERSIONS)
         one_of("keys", ("post_rope", "pre_rope"))
         if self.metadata.get("version") != "4":
-            one_of("coded_metric", ("output", "loss"))
+            one_of("coded_metric", ("output", "loss", "combined"))
         if self.metadata.get("keys") == "pre_rope":
             one_of("pairing", ("half_split", "interleaved"))
         for key in COUNTS:

@@ -280,6 +280,17 @@ TEST_CASE("the metric of the loss: rows of every window but sinks and copies, th
             1e-4 * own.head(0).key_metric.norm());
     }
   }
+  // Combined with the metric of the output, the shapes of both are in it.
+  Calibration outputs = calibrate(nano(), text, 600, 300, {Rope::pre});
+  auto by_hand = a.pre_rope[1].coding();
+  by_hand.combine(outputs.pre_rope[1].coding());
+  use_loss_metric(nano(), nano().tokenizer.encode(text), {600, 200, false, true}, outputs, nullptr);
+  const auto& combined = outputs.pre_rope[1].coding();
+  CHECK(combined.metric() == CodingMetric::combined);
+  CHECK(combined.num_queries() == by_hand.num_queries());
+  CHECK((combined.head(0).key_metric - by_hand.head(0).key_metric).norm() <=
+        1e-4 * by_hand.head(0).key_metric.norm());
+  CHECK(outputs.pre_rope_outputs.empty());
   Calibration none;
   CHECK_THROWS_WITH_AS(use_loss_metric(nano(), "", 600, 200, none),
                        doctest::Contains("at least 2 are expected"), std::runtime_error);
