@@ -107,8 +107,11 @@ class PartReader {
   void sample(cal::RowSample& sample) {
     const double seen = number(), size = number();
     const double left = static_cast<double>(rows_.size() - at_row_);
-    if (!(size >= 0.0 && size <= left))
-      fail<lowrankkv::FormatError>(name_, ": a sample of ", size, " numbers, ", left, " are left");
+    constexpr double kMostRows = 9007199254740992.0;
+    if (!(size >= 0.0 && size <= left && seen >= 0.0 && seen <= kMostRows))
+      fail<lowrankkv::FormatError>(name_, ": a sample of ", size, " numbers of ", seen, " rows; ",
+                                   left, " numbers are left, and 0 to ", kMostRows,
+                                   " rows expected");
     const auto from = rows_.begin() + static_cast<std::ptrdiff_t>(at_row_);
     at_row_ += static_cast<std::size_t>(size);
     sample = cal::RowSample(sample.head_dim(), sample.capacity(),

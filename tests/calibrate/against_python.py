@@ -8,6 +8,7 @@ BUNDLE_EXCHANGE is tests/calibrate/bundle_exchange.cpp, built; SOURCES the repos
 also reads a bundle from Python. Exits with 77, which ctest counts as skipped, without the packages numpy and
 safetensors.
 """
+import os
 import pathlib
 import subprocess
 import sys
@@ -30,7 +31,8 @@ import pca_bundle  # noqa: E402
 
 
 def run(*arguments) -> tuple:
-    done = subprocess.run([str(argument) for argument in arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run([str(argument) for argument in arguments], capture_output=True, text=True, check=False,
+                          env=os.environ | {"PYTHONDONTWRITEBYTECODE": "1"})
     return done.returncode, done.stdout + done.stderr
 
 
