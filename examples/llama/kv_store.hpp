@@ -87,7 +87,7 @@ const MethodInfo& find_method(const std::string& name);
 struct Calibration {
   std::vector<lowrankkv::calibrate::LayerMoments> post_rope, pre_rope;
   /// By layer, while gradients are gathered for a combined metric: the statistics of outputs.
-  std::vector<lowrankkv::calibrate::CodingStatistics> post_rope_outputs, pre_rope_outputs;
+  std::vector<lowrankkv::calibrate::CodingStatistics> post_rope_outputs{}, pre_rope_outputs{};
 
   auto& of(lowrankkv::Rope keys) { return keys == lowrankkv::Rope::pre ? pre_rope : post_rope; }
   const auto& of(lowrankkv::Rope keys) const {
