@@ -49,9 +49,10 @@ struct Options {
     app->add_option("--threads", threads, "threads")
         ->check(CLI::Range(1, 256))
         ->capture_default_str();
-    app->add_option("--seed", seed,
-                    "seed of sampling and of synthesize; everything else is deterministic")
-        ->capture_default_str();
+  }
+  /// Only where something is drawn; everything else is deterministic.
+  CLI::Option* add_seed(CLI::App* app, const std::string& drawn) {
+    return app->add_option("--seed", seed, "seed of " + drawn)->capture_default_str();
   }
   void add_method(CLI::App* app) {
     app->add_option("--json", json, "write the table's rows to this file");
@@ -301,6 +302,8 @@ int main(int argc, char** argv) try {
   generate->add_option("--top-p", sampling.top_p, "nucleus")
       ->check(CLI::Range(0.0, 1.0))
       ->capture_default_str();
+  const CLI::Option* sampling_seed =
+      options.add_seed(generate, "what is drawn with a --temperature above 0");
 
   CLI::App* bpb = app.add_subcommand("bpb", "bits per byte of texts");
   TextOptions bpb_texts;
@@ -356,10 +359,13 @@ int main(int argc, char** argv) try {
   speed->add_option("--repeats", timing.rounds, "repeats, of which the median counts")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
-  speed
-      ->add_option("--text,text", text,
-                   "text file whose beginning prompts are; default: ids drawn from the vocabulary")
-      ->check(CLI::ExistingFile);
+  CLI::Option* prompt_text =
+      speed
+          ->add_option(
+              "--text,text", text,
+              "text file whose beginning prompts are; default: ids drawn from the vocabulary")
+          ->check(CLI::ExistingFile);
+  options.add_seed(speed, "ids drawn from the vocabulary")->excludes(prompt_text);
 
   CLI::App* calibrate = app.add_subcommand(
       "calibrate", "moments of a text's queries, keys and values, from which every basis follows");
@@ -449,6 +455,7 @@ int main(int argc, char** argv) try {
   synthesize->add_option("--tasks", synthesis.tasks, "tasks separated by commas; default: all")
       ->delimiter(',');
   synthesize->add_option("--out", prefix, "prefix of the .json and .bin to write")->required();
+  options.add_seed(synthesize, "all that samples have at random");
 
   CLI::App* methods = app.add_subcommand("methods", "what --method can name");
   methods->add_option("--json", options.json, "write the list to this file");
@@ -466,6 +473,9 @@ int main(int argc, char** argv) try {
       throw std::runtime_error("cannot write " + options.json);
     return 0;
   }
+  if (sampling_seed->count() > 0 && sampling.temperature == 0.0F)
+    throw std::runtime_error("generate: --seed " + std::to_string(options.seed) +
+                             " with --temperature 0, which draws nothing");
   if (synthesize->parsed() && words.empty()) words = llama::words_beside(llama::this_program());
   llama::Engine engine(options.model, options.threads);
 #ifdef LOWRANKKV_LLAMA_CUDA
@@ -564,8 +574,9 @@ int main(int argc, char** argv) try {
   }
   if (speed->parsed()) {
     const std::int64_t longest = *std::max_element(contexts.begin(), contexts.end());
-    const auto tokens = text.empty() ? llama::drawn_tokens(engine.model.config(), longest)
-                                     : llama::encode_prompt(engine, llama::read_text(text));
+    const auto tokens = text.empty()
+                            ? llama::drawn_tokens(engine.model.config(), longest, options.seed)
+                            : llama::encode_prompt(engine, llama::read_text(text));
     finish(options, llama::measure_speed_at(engine, options.methods, options.ratios, options.method,
                                             llama::load_bases(engine, options.bases), contexts,
                                             tokens, timing));

@@ -35,6 +35,18 @@ bool flag_of(const JsonValue& file, const char* field) {
   return file.has(field) && file.at(field).flag();
 }
 
+// The ids of eos_token_id, a number or a list; none if it is missing or null.
+std::vector<std::int32_t> end_ids(const JsonValue& file, int vocabulary_size) {
+  std::vector<std::int32_t> ids;
+  if (!file.has("eos_token_id")) return ids;
+  const JsonValue entry = file.at("eos_token_id");
+  const bool list = entry.json().is_array();
+  for (std::size_t i = 0; i < (list ? entry.size() : 1); ++i)
+    ids.push_back(
+        static_cast<std::int32_t>((list ? entry.at(i) : entry).integer(0, vocabulary_size - 1)));
+  return ids;
+}
+
 // The families of models that the engine knows, by model_type and by the class in architectures.
 enum class Family { llama, mistral, qwen2 };
 struct FamilyNames {
@@ -209,22 +221,23 @@ WeightFiles weight_files(const std::string& folder) {
       weights.push_back(name);
   }
   WeightFiles files;
-  if (indexed)
-    files = indexed_files(folder);
-  else if (single)
+  if (single)  // also where an index is left from elsewhere: as transformers does
     files.names = {kSingle};
+  else if (indexed)
+    files = indexed_files(folder);
+  if (single && indexed) weights.emplace_back(kIndex);
   std::string others;
   for (const std::string& name : weights) {
     if (std::find(files.names.begin(), files.names.end(), name) == files.names.end())
       others.append(others.empty() ? "" : ", ").append(name);
   }
   if (files.names.empty()) {
-    refuse("neither ", kIndex, " nor ", kSingle, " in ", folder,
+    refuse("neither ", kSingle, " nor ", kIndex, " in ", folder,
            "; weight files there: ", others.empty() ? "none" : others);
   }
   if (!others.empty())
     std::fprintf(stderr, "warning: %s: weights are those of %s; not read: %s\n", folder.c_str(),
-                 indexed ? kIndex : kSingle, others.c_str());
+                 single ? kSingle : kIndex, others.c_str());
   return files;
 }
 
@@ -334,18 +347,18 @@ Config::Config(const JsonValue& file) {
   mlp_bias = flag_of(file, "mlp_bias");
   if (file.has("bos_token_id"))
     bos = static_cast<std::int32_t>(file.at("bos_token_id").integer(0, vocabulary_size - 1));
-  if (file.has("eos_token_id")) {
-    const JsonValue entry = file.at("eos_token_id");
-    const bool list = entry.json().is_array();
-    for (std::size_t i = 0; i < (list ? entry.size() : 1); ++i)
-      eos.push_back(
-          static_cast<std::int32_t>((list ? entry.at(i) : entry).integer(0, vocabulary_size - 1)));
-  }
+  eos = end_ids(file, vocabulary_size);
   rope_frequencies = frequencies_of(file, head_dim);
 }
 
 Model::Model(const std::string& folder, std::shared_ptr<lowrankkv::cpu::ThreadPool> threads)
     : config_(folder + "/config.json"), threads_(std::move(threads)) {
+  // Where this file is, it alone says where a text ends, as for transformers.
+  constexpr const char* kGeneration = "generation_config.json";
+  if (std::filesystem::exists(path_in(folder, kGeneration))) {
+    const nlohmann::json json = read_json(path_in(folder, kGeneration), kGeneration);
+    config_.eos = end_ids(JsonValue(kGeneration, json), config_.vocabulary_size);
+  }
   Weights weights(folder);
   const int hidden = config_.hidden_size;
   const int query_width = config_.num_qo_heads * config_.head_dim;

@@ -29,12 +29,12 @@ struct Config {
   int vocabulary_size = 0;
   int max_positions = 2048;
   float rms_norm_eps = 1e-5F;
-  bool tied_head = false;       // the head is the embedding
-  bool attention_bias = false;  // of query, key and value projections
-  bool output_bias = false;     // of the output projection
-  bool mlp_bias = false;        // of gate, up and down projections
-  std::int32_t bos = -1;        // none
-  std::vector<std::int32_t> eos;
+  bool tied_head = false;         // the head is the embedding
+  bool attention_bias = false;    // of query, key and value projections
+  bool output_bias = false;       // of the output projection
+  bool mlp_bias = false;          // of gate, up and down projections
+  std::int32_t bos = -1;          // none
+  std::vector<std::int32_t> eos;  // end a text; a Model's are generation_config.json's, if there
   std::vector<double> rope_frequencies;
 
   /// Reads config.json. Throws std::runtime_error naming what is missing or not supported.
@@ -92,8 +92,8 @@ using Labels = std::function<std::int32_t(std::int64_t row, const float* probabi
 /// A model in memory.
 class Model {
  public:
-  /// Loads config.json and the weights of the folder: the files that model.safetensors.index.json
-  /// names, else model.safetensors. Throws std::runtime_error naming what is missing, what does not
+  /// Loads config.json, generation_config.json (if there) and the weights: model.safetensors, else
+  /// those that its index names. Throws std::runtime_error naming what is missing, what does not
   /// fit the configuration and what has no place in it. Warns on stderr of other weight files.
   Model(const std::string& folder, std::shared_ptr<lowrankkv::cpu::ThreadPool> threads);
 

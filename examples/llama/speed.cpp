@@ -67,8 +67,8 @@ double median(std::vector<double> values) {
   return values.size() % 2 == 1 ? values[middle] : 0.5 * (values[middle - 1] + values[middle]);
 }
 
-Ids drawn_tokens(const Config& config, std::int64_t count) {
-  std::mt19937_64 random(1);
+Ids drawn_tokens(const Config& config, std::int64_t count, std::uint64_t seed) {
+  std::mt19937_64 random(seed);
   Ids tokens;
   while (static_cast<std::int64_t>(tokens.size()) < count)
     tokens.push_back(

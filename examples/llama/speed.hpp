@@ -37,9 +37,11 @@ std::vector<Row> measure_speed_at(const Engine& engine, std::vector<std::string>
                                   const std::vector<std::int32_t>& tokens,
                                   const SpeedOptions& options);
 
-/// `count` ids: BOS, if the model has one, and ids drawn evenly from the vocabulary, always the
-/// same. What a method costs hardly depends on what the text says.
-std::vector<std::int32_t> drawn_tokens(const Config& config, std::int64_t count);
+/// `count` ids: BOS, if the model has one, and ids drawn evenly from the vocabulary, the same for
+/// the same seed; fewer are the beginning of more. What a method costs hardly depends on what the
+/// text says.
+std::vector<std::int32_t> drawn_tokens(const Config& config, std::int64_t count,
+                                       std::uint64_t seed);
 
 /// The value in the middle, or the mean of the two there. Throws std::runtime_error if there is
 /// none.

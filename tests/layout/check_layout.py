@@ -110,7 +110,7 @@ for header in headers:
 
 # Private words that the field has terms for (docs/glossary.md).
 BANNED = re.compile(r"\b(unrotated|turned|weigh|weighs|weighed|weighing|mass|masses|lift|lifts|lifted|lifting|rolls|"
-                    r"close_up|loose tiles|settle|settled|meant)\b", re.I)
+                    r"close_up|loose tiles|settle|settled|meant|parked|unseated|ever_pinned)\b", re.I)
 SUFFIXES = {".hpp", ".cuh", ".cpp", ".cu", ".h", ".c", ".py"}
 sources = [path for folder in ("tests", "bench", "examples") for path in sorted((base / folder).rglob("*")) if path.suffix in SUFFIXES and path != pathlib.Path(__file__).resolve()]
 for path in [*headers, *sources, *sorted((base / "docs").glob("*.md")), base / "README.md", base / "CONTRIBUTING.md"]:

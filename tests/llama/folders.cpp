@@ -178,7 +178,46 @@ TEST_CASE("folders that cannot be used say why") {
   std::filesystem::remove_all(folder);
 }
 
-TEST_CASE("the weights are those of the index, else of model.safetensors, and all must be there") {
+TEST_CASE("texts end as generation_config.json says, else as config.json does") {
+  const TinyModel tiny(true);
+  const std::string folder = "ends_test";
+  const std::string generation = folder + "/generation_config.json";
+  tiny.write(folder, kConfig + R"(, "eos_token_id": 5})");
+  const auto ends = [&](const std::string& text) {
+    std::ofstream(generation) << text;
+    return Model(folder, std::make_shared<lowrankkv::cpu::ThreadPool>(1)).config().eos;
+  };
+  using Ids = std::vector<std::int32_t>;
+  CHECK(Model(folder, std::make_shared<lowrankkv::cpu::ThreadPool>(1)).config().eos == Ids{5});
+  CHECK(ends(R"({"eos_token_id": 7, "bos_token_id": 1})") == Ids{7});
+  CHECK(ends(R"({"eos_token_id": [7, 39, 5]})") == Ids{7, 39, 5});
+  CHECK(ends(R"({"eos_token_id": null})").empty());
+  CHECK(ends("{}").empty());  // as transformers: config.json's is not asked then
+  const auto refused = [&](const std::string& text) {
+    std::ofstream(generation) << text;
+    return error_of(folder);
+  };
+  const std::string field = "generation_config.json: eos_token_id";
+  CHECK(refused(R"({"eos_token_id": "</s>"})") ==
+        field + R"( is "</s>", expected an integer from 0 to 39)");
+  CHECK(refused(R"({"eos_token_id": true})") ==
+        field + " is true, expected an integer from 0 to 39");
+  CHECK(refused(R"({"eos_token_id": 2.5})") == field + " is 2.5, expected an integer from 0 to 39");
+  CHECK(refused(R"({"eos_token_id": -1})") == field + " is -1, expected an integer from 0 to 39");
+  CHECK(refused(R"({"eos_token_id": [3, 40]})") ==
+        field + "[1] is 40, expected an integer from 0 to 39");
+  CHECK(refused(R"({"eos_token_id": [[3]]})") ==
+        field + "[0] is [3], expected an integer from 0 to 39");
+  CHECK(refused(R"({"eos_token_id": {"id": 3}})") ==
+        field + R"( is {"id":3}, expected an integer from 0 to 39)");
+  CHECK(refused("[]") == "generation_config.json: the file is [], expected an object");
+  CHECK(refused("{") ==
+        "generation_config.json: ends_test/generation_config.json is no JSON at byte 2, an object "
+        "is expected");
+  std::filesystem::remove_all(folder);
+}
+
+TEST_CASE("the weights are those of model.safetensors, else of the index, and all must be there") {
   const TinyModel tiny(true);
   const std::string folder = "weights_test";
   tiny.write(folder, kConfig + "}");
@@ -186,13 +225,17 @@ TEST_CASE("the weights are those of the index, else of model.safetensors, and al
   std::filesystem::resize_file(folder + "/" + kSecond, 300);
   CHECK(error_of(folder).find("safetensors: header of ") == 0);
   std::filesystem::remove(folder + "/" + kSecond);
+  // A whole file beside an index that is not: the file is read, as by transformers.
+  tiny.write_single(folder + "/model.safetensors");
+  CHECK(error_of(folder) == "loaded");
+  std::filesystem::remove(folder + "/model.safetensors");
   CHECK(error_of(folder).find(kIndex + ": weight_map.") == 0);
   CHECK(error_of(folder).find(" is \"" + kSecond + "\", expected a file that is in weights_test") !=
         std::string::npos);
   // Without an index: model.safetensors, whatever else is there.
   std::filesystem::remove(folder + "/" + kIndex);
   CHECK(error_of(folder) ==
-        "model: neither model.safetensors.index.json nor model.safetensors in weights_test; weight "
+        "model: neither model.safetensors nor model.safetensors.index.json in weights_test; weight "
         "files there: " +
             kFirst);
   TinyModel stale = tiny;

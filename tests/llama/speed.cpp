@@ -25,7 +25,7 @@ const Engine& nano() {
 std::vector<Row> measure(const std::vector<std::int64_t>& lengths, const SpeedOptions& options,
                          std::int64_t tokens = 400) {
   return measure_speed_at(nano(), {"StreamingLLM"}, {0.5, 0.25}, {}, {}, lengths,
-                          drawn_tokens(nano().model.config(), tokens), options);
+                          drawn_tokens(nano().model.config(), tokens, 1), options);
 }
 nlohmann::json written(const std::vector<Row>& rows) {
   const char* path = "speed_rows.json";
@@ -44,15 +44,17 @@ TEST_CASE("the median") {
   CHECK_THROWS_WITH_AS(median({}), "median: 0 values, at least 1 is needed", std::runtime_error);
 }
 
-TEST_CASE("drawn tokens are ids of the vocabulary behind BOS, always the same") {
+TEST_CASE("drawn tokens are ids of the vocabulary behind BOS, the same for the same seed") {
   const Config& config = nano().model.config();
-  const auto tokens = drawn_tokens(config, 500);
+  const auto tokens = drawn_tokens(config, 500, 1);
   CHECK(tokens.size() == 500);
   CHECK(tokens.front() == config.bos);
   for (const std::int32_t id : tokens) CHECK((id >= 0 && id < config.vocabulary_size));
-  const auto shorter = drawn_tokens(config, 100);
+  const auto shorter = drawn_tokens(config, 100, 1);
   CHECK(std::equal(shorter.begin(), shorter.end(), tokens.begin()));
-  CHECK(drawn_tokens(config, 0).empty());
+  CHECK(drawn_tokens(config, 500, 1) == tokens);
+  CHECK(drawn_tokens(config, 500, 2) != tokens);
+  CHECK(drawn_tokens(config, 0, 1).empty());
 }
 
 TEST_CASE("speed: every method at every length, paired with FullKV round by round") {
@@ -138,7 +140,7 @@ TEST_CASE("a row knows by how much its bytes exceed its ratio, and a line says s
 TEST_CASE("the largest bytes of a sequence count, those of generation too") {
   auto contenders = make_contenders(nano(), {"StreamingLLM"}, {0.1}, {.context = 1000}, 1100, {});
   Contender& contender = contenders.front();
-  const auto prompt = drawn_tokens(nano().model.config(), 50);
+  const auto prompt = drawn_tokens(nano().model.config(), 50, 1);
   std::int64_t at_end = 0;
   const auto ids = generate(nano(), *contender.store, prompt, 4, {}, {}, [&] {
     note_memory(nano(), contender);

@@ -4,6 +4,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <cstdio>
 #include <memory>
 #include <stdexcept>
@@ -15,6 +16,7 @@
 #include "kv_store.hpp"
 #include "llama.h"
 #include "progress.hpp"
+#include "report.hpp"
 
 namespace {
 
@@ -259,14 +261,20 @@ int main(int argc, char** argv) try {
 
   const auto [a, b] = std::mismatch(own.tokens.begin(), own.tokens.end(), swapped.tokens.begin());
   const std::size_t same = static_cast<std::size_t>(a - own.tokens.begin());
-  const double engine_bytes =
-      (wide ? 4.0 : 2.0) * 2.0 * config.num_layers * config.num_kv_heads * config.head_dim;
-  const double bytes = static_cast<double>(store->memory(kSequence).total()) /
-                       static_cast<double>(store->num_tokens(kSequence));
+  const double f16_bytes = 2.0 * 2.0 * config.num_layers * config.num_kv_heads * config.head_dim;
+  const double engine_bytes = wide ? 2.0 * f16_bytes : f16_bytes;
+  const std::int64_t cached = store->num_tokens(kSequence);
+  const double bytes =
+      static_cast<double>(store->memory(kSequence).total()) / static_cast<double>(cached);
+  llama::Row row;
+  row.method = options.method;
+  row.ratio = options.ratio;
+  row.knob = llama::find_method(options.method).ratio;
+  row.largest_ratio_measured = bytes / f16_bytes;
+  row.largest_context = cached;
   char name[64];
-  std::snprintf(name, sizeof name,
-                llama::find_method(options.method).ratio.empty() ? "%s" : "%s %g",
-                options.method.c_str(), options.ratio);
+  std::snprintf(name, sizeof name, row.knob.empty() ? "%s" : "%s %g", options.method.c_str(),
+                options.ratio);
   std::printf(
       "prompt of %zu tokens, %d layers of %d query and %d KV heads of %d\n\n--- %s\n%s\n\n--- "
       "%s\n%s\n\n",
@@ -282,6 +290,9 @@ int main(int argc, char** argv) try {
       "\nThe difference is of logits, up to the first token that differs. %lld attention results "
       "of %lld were written by lowrankkv.\n",
       static_cast<long long>(swap.replaced()), static_cast<long long>(config.num_layers) * count);
+  std::fflush(stdout);  // before warnings, where both go to one file
+  for (const std::string& line : llama::excess_warnings({row}))
+    std::fprintf(stderr, "%s\n", line.c_str());
   if (require_same_text && same != own.tokens.size()) {
     std::fprintf(stderr, "The texts differ at token %zu\n", same);
     return 1;

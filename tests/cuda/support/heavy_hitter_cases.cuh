@@ -350,14 +350,14 @@ void check_parity(Random& random, int trials) {
                 cpu[i]->updater_bytes());
         if constexpr (compresses<Cache>) {
           CHECK(kept_rows_of(config.shape, own_key) == kept_rows_of(config.shape, cpu_key));
-          const int fates =
+          const int shared_by =
               fate_heads<Cache>(settings, config.shape);  // heads that keep the same rows
           std::size_t other_states =
               0;  // rows whose errors are almost equal: either may be full, here and on the CPU
           for (int head = 0; head < heads; ++head) {
             const std::vector<RowState> own = side.states(seqs[i], head),
                                         others = cpu[i]->states(head);
-            CHECK(own == side.states(seqs[i], head / fates * fates));
+            CHECK(own == side.states(seqs[i], head / shared_by * shared_by));
             for (std::size_t t = 0; t < own.size(); ++t) {
               if (own[t] == others[t]) continue;
               ++other_states;

@@ -247,7 +247,7 @@ inline CacheConfig config_of(const CacheShape& shape, std::int64_t max_tokens, i
 /// What one sequence's rows have received in float64, and a check of what a cache keeps by it.
 struct Ledger {
   CacheShape shape;
-  int fates = 1;                                 ///< heads that keep the same rows
+  int shared_by = 1;                             ///< heads that keep the same rows
   std::vector<std::vector<double>> accumulated;  // [heads][positions]
   std::int64_t in_band = 0, decided = 0;
 
@@ -257,7 +257,7 @@ struct Ledger {
   }
   double of(int head, std::int64_t t) const {
     double sum = 0.0;
-    for (int h = head / fates * fates; h < (head / fates + 1) * fates; ++h)
+    for (int h = head / shared_by * shared_by; h < (head / shared_by + 1) * shared_by; ++h)
       sum += accumulated[static_cast<std::size_t>(h)][static_cast<std::size_t>(t)];
     return sum;
   }
@@ -274,8 +274,9 @@ struct Ledger {
         const std::size_t row = static_cast<std::size_t>(t * heads + head);
         kept += after[row] ? 1 : 0;
         right = right && (!after[row] || before[row]);  // nothing comes back
-        right = right &&
-                after[row] == after[static_cast<std::size_t>(t * heads + head / fates * fates)];
+        right =
+            right &&
+            after[row] == after[static_cast<std::size_t>(t * heads + head / shared_by * shared_by)];
         if (t < sinks) {
           ++pinned;
           right = right && after[row];

@@ -139,9 +139,9 @@ void attend_codes(const State& layer, const AttentionStep& step, const Batch& ba
   with_units<false, 1, kMostCodeUnits<typename State::Kernels>>(
       layer.tiles().max_units(Part::value), [&](auto max_units) {
         with_column_blocks(step.blocks, [&](auto column_blocks) {
-          constexpr int parked = parked_floats(max_units(), column_blocks()) * 128;
-          const int state_bytes =
-              (std::max)(parked, (3 + lines) * kBlockColumns * static_cast<int>(sizeof(float)));
+          constexpr int running_bytes = running_floats(max_units(), column_blocks()) * 128;
+          const int state_bytes = (std::max)(
+              running_bytes, (3 + lines) * kBlockColumns * static_cast<int>(sizeof(float)));
           const auto launch = [&](auto* kernel, int stages, int bytes) {
             const int warp_bytes = stages * bytes + state_bytes,
                       warps = warps_of(kernel, warp_bytes, layer.shared_bytes());
@@ -150,7 +150,7 @@ void attend_codes(const State& layer, const AttentionStep& step, const Batch& ba
             // As many blocks as fit the device at once, or one warp per split. More blocks would
             // only divide the same work further.
             const int wanted = 2 * layer.multiprocessors() / (groups * heads * batch.count),
-                      blocks = parked == 0 || segmented
+                      blocks = running_bytes == 0 || segmented
                                    ? splits
                                    : (std::clamp)((std::max)(splits / warps, wanted), 1, splits);
             const dim3 grid(static_cast<unsigned>(blocks * groups), static_cast<unsigned>(heads),

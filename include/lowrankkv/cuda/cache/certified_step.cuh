@@ -23,8 +23,8 @@ void CertifyCalls<Layer>::certify(Layer& layer, std::span<const SequenceId> seqs
   const int m = check_certify(layer, seqs, query, lse, out);
   for (std::size_t i = 0; i < seqs.size(); ++i) {
     const std::int64_t first = static_cast<std::int64_t>(i) * m;
-    const WeightQueries queries =
-        weight_queries(layer.state, query, lse.data, lse.token_stride, m, first);
+    const MeasuredQueries queries =
+        measured_queries(layer.state, query, lse.data, lse.token_stride, m, first);
     certify_sequence<Layer::coded_groups>(layer.state, layer.sequences.find(seqs[i]), queries, out,
                                           allowed, exceeding, stream);
   }

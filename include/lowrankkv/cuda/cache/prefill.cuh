@@ -52,7 +52,7 @@ namespace detail {
 /// How many of a chunk's `flushed` rows are compressed at a time: all, if prompt scores or
 /// accumulated scores choose among them; flush_interval rows for sketches without such a choice.
 template <class Layer>
-std::int64_t leaving_at_once(const Layer& layer, std::int64_t flushed) {
+std::int64_t flushed_at_once(const Layer& layer, std::int64_t flushed) {
   using Rows = typename Layer::Rows;
   return Layer::sketches && !Rows::by_scores && !Rows::accumulates_scores
              ? layer.config.flush_interval
@@ -166,8 +166,8 @@ void attend_chunk(Layer& layer, int slot, const QueryView& query, std::int64_t f
                                            state.workspace().coded_splits(now.rows.num_compressed),
                                            now.rows.num_full, stream);
     if constexpr (Rows::accumulates_scores && Rows::compresses) {
-      const WeightQueries queries =
-          weight_queries(state, query, out.lse, out.lse_stride, step.m, first);
+      const MeasuredQueries queries =
+          measured_queries(state, query, out.lse, out.lse_stride, step.m, first);
       measure_compressed_scores<Layer::coded_groups>(state, step, batch, queries, {}, 0,
                                                      now.rows.num_compressed, stream);
     }
@@ -176,7 +176,7 @@ void attend_chunk(Layer& layer, int slot, const QueryView& query, std::int64_t f
 /// Adds the attention that full rows, the tail's rows and a packed chunk's rows receive from the
 /// chunk's queries to their accumulated scores.
 template <class Layer>
-void accumulate_rows(const Layer& layer, int slot, const WeightQueries& queries,
+void accumulate_rows(const Layer& layer, int slot, const MeasuredQueries& queries,
                      const CompressScratch& scratch, cudaStream_t stream) {
   const HostSequence& now = layer.state.sequence(slot);
   const Batch batch{1, {slot}};
@@ -212,7 +212,7 @@ void store_chunk(Layer& layer, int slot, std::int64_t n, const CompressScratch& 
   const std::int64_t rows = now.tail_length + n, recent = recent_rows(layer.policies.token_policy);
   const std::int64_t flushed = (std::max)(std::int64_t{0}, rows - recent);
   const RowSource source{scratch.packed, layer.state.packed_tiles(rows)};
-  const std::int64_t tokens = now.num_tokens, step = leaving_at_once(layer, flushed);
+  const std::int64_t tokens = now.num_tokens, step = flushed_at_once(layer, flushed);
   for (std::int64_t done = 0; done < flushed; done += step) {
     const std::int64_t count = (std::min)(step, flushed - done);
     const RowSource next{source.packed, source.tiles, static_cast<std::int32_t>(done)};
@@ -234,7 +234,7 @@ void store_waiting(Layer& layer, int slot, const CompressScratch& scratch, cudaS
   const QueryView query = waiting.queries(layer.config.shape);
   if constexpr (Layer::Rows::accumulates_scores) {
     const int heads = layer.config.shape.num_qo_heads, n = static_cast<int>(waiting.rows());
-    accumulate_rows(layer, slot, weight_queries(layer.state, query, waiting.lse(), heads, n, 0),
+    accumulate_rows(layer, slot, measured_queries(layer.state, query, waiting.lse(), heads, n, 0),
                     scratch, stream);
   }
   const ScoreQueries queries = score_queries(layer, slot, query, waiting.rows());
@@ -257,8 +257,8 @@ void take_chunk(Layer& layer, int slot, const PromptTokens& tokens, cudaStream_t
     attend_chunk(layer, slot, tokens.query, 0, scratch, out, stream);
     if constexpr (Layer::Rows::accumulates_scores) {
       const int n = static_cast<int>(tokens.count());
-      const WeightQueries all =
-          weight_queries(layer.state, tokens.query, out.lse, out.lse_stride, n, 0);
+      const MeasuredQueries all =
+          measured_queries(layer.state, tokens.query, out.lse, out.lse_stride, n, 0);
       accumulate_rows(layer, slot, all, scratch, stream);
     }
   }
@@ -319,7 +319,7 @@ PromptDemand prompt_demand(const Layer& layer, int slot, std::int64_t rows) {
       tail += count - flushed;
       left -= count;
     }
-    const std::int64_t together = (std::min)(flushed, detail::leaving_at_once(layer, flushed));
+    const std::int64_t together = (std::min)(flushed, detail::flushed_at_once(layer, flushed));
     flushed -= together;
     return together;
   });

@@ -75,8 +75,8 @@ void ScoreCalls<Layer>::attend_scored(Layer& layer, Sequences seqs, const QueryV
         seqs.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(batch.count));
     StepCalls<Layer>::attend(layer, some, query.tokens(row, rows), out.tokens(row, rows),
                              sums.tokens(row, rows), stream);
-    const WeightQueries queries =
-        weight_queries(state, query, sums.data, sums.token_stride, m, row);
+    const MeasuredQueries queries =
+        measured_queries(state, query, sums.data, sums.token_stride, m, row);
     measure_scores(state, batch, queries, {}, scores, static_cast<int>(first), most.num_full,
                    stream);
     if constexpr (Layer::Rows::compresses) {

@@ -59,7 +59,7 @@ std::vector<HeadRows> kept_below(const Layer& layer, SequenceId seq, std::int64_
   demand_truncation(layer.state, slot, length, demand);
   layer.state.pool().allocator().require(demand.total());
   std::vector<HeadRows> rows =
-      RowCuts(layer.state, slot, length, Layer::Rows::chooses, stream).below(length);
+      ListBounds(layer.state, slot, length, Layer::Rows::chooses, stream).below(length);
   if (length < now.first_tail()) detail::check_left(layer, "truncate", rows, length);
   return rows;
 }

@@ -56,7 +56,7 @@ FlushedBatch begin_batch(Layer& layer, const CompressCall& call, std::span<const
     const HostSequence& now = layer.state.sequence(slot);
     if (replaces_rows(layer, flushed, i, now)) own_scored_pages(layer.state, slot, call.stream);
     if constexpr (Layer::Rows::accumulates_scores) {
-      limit_rows(layer.state, slot, flushed.limit[i], layer.ever_pinned(), call.stream);
+      limit_rows(layer.state, slot, flushed.limit[i], layer.most_pinned(), call.stream);
     }
     SequenceRows after = now;
     add_most(layer, after, flushed, i, call.phase);
@@ -91,7 +91,7 @@ void choose_by_scores(const Layer& layer, const CompressCall& call, FlushedBatch
 /// Chooses which stored and flushed rows are kept, by their accumulated scores. Prompt scores may
 /// have dropped some of the flushed rows before.
 template <class Layer>
-void choose_by_masses(const Layer& layer, const CompressCall& call, FlushedBatch& batch) {
+void evict_by_scores(const Layer& layer, const CompressCall& call, FlushedBatch& batch) {
   using Rows = typename Layer::Rows;
   const FlushBatch& flushed = batch.flushed;
   RowOrder& order = Rows::compresses ? batch.compressed : batch.full;
@@ -101,9 +101,9 @@ void choose_by_masses(const Layer& layer, const CompressCall& call, FlushedBatch
     accumulated_scores = mask_scores(layer.state, call.scratch, accumulated_scores, order, kept,
                                      flushed.rows[0], call.stream);
   }
-  constexpr bool closes = Layer::device_epochs || Rows::scores_both;
-  order = evict_rows<closes>(layer.state, flushed, layer.ever_pinned(), accumulated_scores,
-                             call.source, call.scratch, batch.replacing, call.stream);
+  constexpr bool compacts = Layer::device_epochs || Rows::scores_both;
+  order = evict_rows<compacts>(layer.state, flushed, layer.most_pinned(), accumulated_scores,
+                               call.source, call.scratch, batch.replacing, call.stream);
 }
 
 /// Stores the rows of a part of a prompt: its compressed rows, `exempt` rows that stay full for
@@ -153,9 +153,9 @@ void compress_in_parts(Layer& layer, const CompressCall& call, const FlushedBatc
     const std::int64_t rows = (std::min)(std::int64_t{length}, part.rows[0] - first);
     const std::int64_t exempt = exempt_rows(policy, part.position[0] + first, rows, Phase::prefill);
     // With a threshold on errors, all rows may turn out to be compressed.
-    const int surely_exempt = least_error(policy) > 0.0F ? 0 : static_cast<int>(exempt);
+    const int least_exempt = least_error(policy) > 0.0F ? 0 : static_cast<int>(exempt);
     roll_over<Layer::coded_groups>(layer.state, layer.policies.updater, part, 0, 1, call.source,
-                                   order, surely_exempt, before, call.scratch, call.stream);
+                                   order, least_exempt, before, call.scratch, call.stream);
     return store_part_rows(layer, call, part, order, exempt);
   };
   for_each_part(layer.state, batch.flushed, batch.compressed, length, call.scratch, call.stream,
@@ -164,7 +164,7 @@ void compress_in_parts(Layer& layer, const CompressCall& call, const FlushedBatc
 
 /// Adds rows to the sketches, which may begin epochs.
 template <class Layer>
-void sketch_leaving(Layer& layer, const CompressCall& call, const FlushedBatch& batch,
+void sketch_flushed(Layer& layer, const CompressCall& call, const FlushedBatch& batch,
                     const FlushBatch& publishing) {
   if (batch.in_parts) return compress_in_parts(layer, call, batch);
   if (batch.most_candidates <= 0) return;
@@ -229,7 +229,7 @@ void adapt_bases(Layer& layer, const CompressCall& call, const FlushedBatch& bat
     }
   }
   if constexpr (Layer::sketches) {
-    sketch_leaving(layer, call, batch, publishing);
+    sketch_flushed(layer, call, batch, publishing);
   } else {
     if (batch.most_candidates > 0) adapt_flushed(layer, call, publishing, batch.compressed);
   }
@@ -290,23 +290,24 @@ void finish_batch(Layer& layer, const CompressCall& call, const FlushedBatch& ba
   auto& state = layer.state;
   const FlushBatch& flushed = batch.flushed;
   // Only the device knows how many rows were added.
-  const bool asks = batch.counted || batch.counts != nullptr || Layer::Rows::scores_both;
-  if (asks) read_rows(state, {flushed.slots, static_cast<std::size_t>(flushed.count)}, call.stream);
+  const bool reads_counts = batch.counted || batch.counts != nullptr || Layer::Rows::scores_both;
+  if (reads_counts)
+    read_rows(state, {flushed.slots, static_cast<std::size_t>(flushed.count)}, call.stream);
   for (int i = 0; i < flushed.count; ++i) {
     const int slot = flushed.slots[i];
     HostSequence& now = state.sequence(slot);
-    if (!asks) now.add_rows(flushed, i, state.tables().scored);
+    if (!reads_counts) now.add_rows(flushed, i, state.tables().scored);
     if (call.of_tails()) now.tail_length -= static_cast<std::int32_t>(count);
     if (layer.config.keep_residuals) {
       const std::int32_t behind =
           call.of_tails() ? state.tables().ring_rows() - flushed.rows[i] : 0;
-      const LeftRows left{call.source, slot, flushed.rows[i], behind, flushed.position[i]};
+      const FlushedRows own_rows{call.source, slot, flushed.rows[i], behind, flushed.position[i]};
       note_residuals<Layer::coded_groups, Layer::joins, Layer::Rows::accumulates_scores>(
-          state, left, flushed.full[i], most_compressed(layer, flushed, i, call.phase),
+          state, own_rows, flushed.full[i], most_compressed(layer, flushed, i, call.phase),
           call.scratch.decoded, call.stream);
     }
     // Release pages that the lists might have taken but did not. A prompt does so at its end.
-    if (asks && call.of_tails()) state.release_and_upload(slot, call.stream, true);
+    if (reads_counts && call.of_tails()) state.release_and_upload(slot, call.stream, true);
   }
   layer.statistics.flushes += flushed.count;
 }
@@ -335,7 +336,7 @@ void Compression<Layer>::run(Layer& layer, std::span<const int> slots, std::int6
     detail::FlushedBatch batch =
         detail::begin_batch(layer, call, slots.subspan(first, together), count);
     if constexpr (Rows::by_scores) detail::choose_by_scores(layer, call, batch);
-    if constexpr (Rows::accumulates_scores) detail::choose_by_masses(layer, call, batch);
+    if constexpr (Rows::accumulates_scores) detail::evict_by_scores(layer, call, batch);
     batch.in_parts = Layer::sketches && phase == Phase::prefill && batch.compressed.rows != nullptr;
     batch.counted = batch.in_parts && Layer::exempts_in_parts;
     if constexpr (Layer::Rule::adapts && Rows::compresses) detail::adapt_bases(layer, call, batch);

@@ -109,11 +109,11 @@ __global__ void __launch_bounds__(kStoreThreads)
 /// the first of them at the list's end, the others in freed places. Lengths are those before. Finds
 /// the smallest key that stays (cuda/scores/select_by_score.cuh), then writes in one pass. Grid:
 /// heads, or groups of heads with joint values, x sequences.
-/// @tparam closes  unordered compaction; flushed rows that stay go behind the compacted rows.
+/// @tparam compacts  unordered compaction; flushed rows that stay go behind the compacted rows.
 /// Writes chosen, counts and moves. Sets the lists' lengths and segments to those before the
 /// flushed rows are stored. If both lists are scored, note_scores_kernel writes the flushed rows'
 /// scores, since their lists are not decided yet
-template <bool closes>
+template <bool compacts>
 __global__ void __launch_bounds__(kEvictThreads)
     evict_rows_kernel(LayerEdit tables, FlushBatch flushed, Eviction eviction) {
   using Scan = detail::PlaceScan;
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kEvictThreads)
   const ScoredRows before(tables, scored.slot, leader);
   const int slot = scored.slot, stored = scored.stored, rows = scored.rows, all = stored + rows,
             added = scored.added;
-  const bool both = closes && tables.scores_both();
+  const bool both = compacts && tables.scores_both();
   const int wanted = both ? min(stored + flushed.candidates(sequence),
                                 flushed.limit[sequence] + before.pinned_among(eviction.pinned))
                           : stored + added;
@@ -145,11 +145,12 @@ __global__ void __launch_bounds__(kEvictThreads)
                          scored.first + row);
   };
   const auto key = [&](int row) {
-    const bool leaves = row >= stored;
+    const bool is_flushed = row >= stored;
     const float accumulated = sums != nullptr ? sums[row]
-                              : leaves        ? score_of(leader, row - stored)
+                              : is_flushed    ? score_of(leader, row - stored)
                                               : before.accumulated(row);
-    return score_key(accumulated, leaves ? scored.position + row - stored : before.position(row),
+    return score_key(accumulated,
+                     is_flushed ? scored.position + row - stored : before.position(row),
                      eviction.pinned);
   };
   const std::uint64_t smallest = smallest_kept(key, all, wanted, selection);
@@ -158,7 +159,7 @@ __global__ void __launch_bounds__(kEvictThreads)
   [[maybe_unused]] const auto moves_of = [&](RowList list, int head) {
     return eviction.moves.lists[static_cast<int>(list)].of(sequence * tables.num_heads + head);
   };
-  if constexpr (closes) {
+  if constexpr (compacts) {
     for (const RowList list : {RowList::full, RowList::compressed}) {
       if (!tables.has_scores(list)) continue;
       const int from = list == RowList::full ? 0 : before.full(),
@@ -186,7 +187,7 @@ __global__ void __launch_bounds__(kEvictThreads)
     stay += count;
   }
   __syncthreads();  // chosen and freed are written; no key is read from here on
-  if constexpr (closes) {
+  if constexpr (compacts) {
     for (int head = leader; head < leader + heads; ++head) {
       for (const RowList list : {RowList::full, RowList::compressed}) {
         if (!tables.has_scores(list)) continue;
@@ -337,9 +338,9 @@ __global__ void __launch_bounds__(kStoreThreads)
 /// @param pinned  rows at positions below it stay
 /// @param accumulated_scores  Eviction::accumulated_scores
 /// @param replacing  output
-/// @tparam closes  bases move, or both lists are scored: lists are compacted, no flushed row
+/// @tparam compacts  bases move, or both lists are scored: lists are compacted, no flushed row
 /// replaces another, and only the device knows where lists end until the rows are stored
-template <bool closes>
+template <bool compacts>
 RowOrder evict_rows(const LayerState& layer, const FlushBatch& flushed, std::int64_t pinned,
                     const float* accumulated_scores, const RowSource& source,
                     const CompressScratch& scratch, std::int64_t& replacing, cudaStream_t stream) {
@@ -358,34 +359,35 @@ RowOrder evict_rows(const LayerState& layer, const FlushBatch& flushed, std::int
                     scratch.moves};
   const unsigned heads = static_cast<unsigned>(tables.num_heads),
                  sequences = static_cast<unsigned>(flushed.count),
-                 fates = joint ? heads / static_cast<unsigned>(tables.joint_heads) : heads;
+                 // Heads with joint values decide together.
+      decisions = joint ? heads / static_cast<unsigned>(tables.joint_heads) : heads;
   std::int64_t most_rows = 0, most_flushed = 0;
   replacing = 0;
   for (int i = 0; i < flushed.count; ++i) {
     const std::int64_t stored = tables.scored_rows(layer.sequence(flushed.slots[i]).rows);
     most_rows = (std::max)(most_rows, stored + flushed.rows[i]);
     most_flushed = (std::max)(most_flushed, std::int64_t{flushed.rows[i]});
-    const std::int64_t unseated =
+    const std::int64_t displacing =
         tables.scores_both()
             ? flushed.candidates(i)
             : flushed.offered(tables.scored, i) -
                   flushed.added(tables.scored, tables.scored, i, static_cast<std::int32_t>(stored));
-    replacing = (std::max)(replacing, (std::min)(unseated, stored));
+    replacing = (std::max)(replacing, (std::min)(displacing, stored));
   }
   if (joint) {
     eviction.group_scores = scratch.group_scores;
     eviction.group_stride = most_rows;
-    const dim3 grid(static_cast<unsigned>((most_rows + kStoreThreads - 1) / kStoreThreads), fates,
-                    sequences);
+    const dim3 grid(static_cast<unsigned>((most_rows + kStoreThreads - 1) / kStoreThreads),
+                    decisions, sequences);
     group_accumulated_scores_kernel<><<<grid, kStoreThreads, 0, stream>>>(
         tables, flushed, eviction.accumulated_scores, eviction.stride, eviction.group_stride,
         scratch.group_scores);
     check(cudaGetLastError(), "group_accumulated_scores_kernel");
   }
-  evict_rows_kernel<closes>
-      <<<dim3(fates, sequences), kEvictThreads, 0, stream>>>(tables, flushed, eviction);
+  evict_rows_kernel<compacts>
+      <<<dim3(decisions, sequences), kEvictThreads, 0, stream>>>(tables, flushed, eviction);
   check(cudaGetLastError(), "evict_rows_kernel");
-  if constexpr (closes) {
+  if constexpr (compacts) {
     Batch batch;
     batch.count = flushed.count;
     std::copy_n(flushed.slots, flushed.count, batch.slots);

@@ -64,7 +64,7 @@ template <class Layer>
 void add_most(const Layer& layer, SequenceRows& after, const FlushBatch& flushed, int i,
               Phase phase) {
   if (Layer::Rows::scores_both) {
-    const std::int32_t pinned = static_cast<std::int32_t>(layer.ever_pinned());
+    const std::int32_t pinned = static_cast<std::int32_t>(layer.most_pinned());
     return after.add_scored(flushed, i, flushed.limit[i] + pinned);
   }
   after.add_rows(flushed, i, layer.state.tables().scored);
@@ -73,15 +73,15 @@ void add_most(const Layer& layer, SequenceRows& after, const FlushBatch& flushed
 
 /// @brief Adds to `demand` the pages for several flushes in a row. Returns the rows of the lists
 /// afterwards, at most.
-/// @param turn  turn() returns the number of rows of the next flush; 0: no more flushes
-template <class Layer, class Turn>
+/// @param next_flush  next_flush() returns the number of rows of the next flush; 0: no more flushes
+template <class Layer, class NextFlush>
 SequenceRows demand_rows(const Layer& layer, int slot, Phase phase, PageDemand& demand,
-                         Turn&& turn) {
+                         NextFlush&& next_flush) {
   SequenceRows after = layer.state.sequence(slot);
   FlushBatch flushed;
   bool replaces = false;
   std::int64_t before = 0;
-  for (std::int64_t count = turn(); count > 0; before += count, count = turn()) {
+  for (std::int64_t count = next_flush(); count > 0; before += count, count = next_flush()) {
     describe_flushed(layer, flushed, 0, slot, count, phase, before);
     replaces = replaces || replaces_rows(layer, flushed, 0, after);
     if (!Layer::Rows::scores_both) after.limit_rows(flushed.limit[0], layer.state.tables().scored);
@@ -124,7 +124,7 @@ std::size_t chosen_lists(const Layer& layer, std::size_t sequences, Phase phase)
 template <class Layer>
 CompressScratch flush_scratch(const Layer& layer, std::size_t sequences, std::int64_t scored) {
   return compress_scratch(layer.state, 0, 0, chosen_lists(layer, sequences, Phase::decode),
-                          layer.config.flush_interval, scored, layer.ever_pinned());
+                          layer.config.flush_interval, scored, layer.most_pinned());
 }
 
 /// @brief Scratch memory for a chunk of a prompt.
@@ -135,7 +135,7 @@ template <class Layer>
 CompressScratch prompt_scratch(const Layer& layer, std::int64_t rows, int columns,
                                std::int64_t scored) {
   return compress_scratch(layer.state, rows, columns, chosen_lists(layer, 1, Phase::prefill), rows,
-                          scored, layer.ever_pinned(), Layer::Rows::by_scores);
+                          scored, layer.most_pinned(), Layer::Rows::by_scores);
 }
 
 }  // namespace cuda

@@ -137,9 +137,9 @@ std::pair<RowOrder, RowOrder> exempt_of_part(const State& layer, const FlushBatc
   check(cudaGetLastError(), "top_rows_kernel");
   FlushBatch named = part;
   if (order.part > 0) named.pinned[0] = 0;
-  name_rows_kernel<><<<heads, kSelectThreads, 0, stream>>>(
+  rows_of_indices_kernel<><<<heads, kSelectThreads, 0, stream>>>(
       order, named, scratch.exempt, scratch.chosen, scratch.rest, scratch.rows);
-  check(cudaGetLastError(), "name_rows_kernel");
+  check(cudaGetLastError(), "rows_of_indices_kernel");
   return {{scratch.chosen, scratch.rows, scratch.exempt, 1, 0},
           {scratch.rest, scratch.rows, scratch.exempt + heads, 1, 0}};
 }

@@ -48,7 +48,7 @@ inline std::size_t certify_bytes(int head_dim) {
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
     certify_rows_kernel(LayerView tables, int slot, RowList list, int first, int count,
-                        const float* keys, WeightQueries queries, CertificateSums* sums,
+                        const float* keys, MeasuredQueries queries, CertificateSums* sums,
                         int first_piece) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   constexpr int kWarps = kStoreThreads / 32, kOwn = kCertifyColumns / 4;
@@ -82,15 +82,15 @@ __global__ void __launch_bounds__(kStoreThreads)
           tables.rotary.position(slot,
                                  detail::position_of(tables, list, slot, head, lists, begin + row)),
           two, dim);
-      const auto turn = [&](int place, float cosine, float sine) {
+      const auto rotate = [&](int place, float cosine, float sine) {
         float &x = rows[row * stride + tables.rotary.channel(place, dim)],
               &y = rows[row * stride + tables.rotary.channel(place + dim / 2, dim)];
         const float was = x;
         x = was * cosine - y * sine;
         y = y * cosine + was * sine;
       };
-      turn(2 * two, phase.x, phase.y);
-      turn(2 * two + 1, phase.z, phase.w);
+      rotate(2 * two, phase.x, phase.y);
+      rotate(2 * two + 1, phase.z, phase.w);
     }
   }
   const bool counts = own_row < used;
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kStoreThreads)
   for (int base = 0; base < columns; base += kCertifyColumns) {
     __syncthreads();  // the queries before these are no longer read
     for (int column = warp; column < kCertifyColumns; column += kWarps) {
-      const detail::WeightColumn own = detail::weight_column(queries, 0, head, base + column);
+      const detail::MeasuredColumn own = detail::measured_column(queries, 0, head, base + column);
       float energy = 0.0F;
       for (int channel = lane; channel < dim; channel += 32) {
         const float x = base + column < columns
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kStoreThreads)
 /// not counted
 template <class = void>
 __global__ void __launch_bounds__(kCertifyThreads)
-    certify_kernel(LayerView tables, int slot, WeightQueries queries, const CertificateSums* sums,
+    certify_kernel(LayerView tables, int slot, MeasuredQueries queries, const CertificateSums* sums,
                    int pieces, CertificateView out, Certificate allowed, std::uint32_t* exceeding) {
   __shared__ CertificateSums parts[kCertifyThreads];
   __shared__ int largest;
@@ -197,7 +197,7 @@ __global__ void __launch_bounds__(kCertifyThreads)
     const float norm = detail::value_norm(tail, row, tables.head_dim);
     if (lane == 0) atomicMax(&largest, __float_as_int(norm));
   }
-  const detail::WeightColumn own = detail::weight_column(queries, 0, head, column);
+  const detail::MeasuredColumn own = detail::measured_column(queries, 0, head, column);
   bool bad = !(own.lse < INFINITY);
   for (int channel = thread; channel < tables.head_dim; channel += kCertifyThreads)
     bad = bad ||
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kCertifyThreads)
 /// @tparam scale_groups  of tiles of codes; 0: plain tiles
 /// @param exceeding  as of certify_kernel
 template <int scale_groups>
-void certify_sequence(const LayerState& layer, int slot, const WeightQueries& queries,
+void certify_sequence(const LayerState& layer, int slot, const MeasuredQueries& queries,
                       const CertificateView& out, const Certificate& allowed,
                       std::uint32_t* exceeding, cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();

@@ -98,7 +98,7 @@ void merge_noting_moves(const LayerState& layer, int slot, MergePlans plans, std
     narrow_merge_kernel<><<<1, 128, 0, stream>>>(tables, plans);
     check(cudaGetLastError(), "narrow_merge_kernel");
     decode(part[2], part[3]);
-    add_moves_kernel<><<<detail::rows_in_eights(tables, count), kStoreThreads, 0, stream>>>(
+    add_moves_kernel<><<<detail::warp_per_row(tables, count), kStoreThreads, 0, stream>>>(
         tables, plans, part[2], part[3], part[0], part[1]);
     check(cudaGetLastError(), "add_moves_kernel");
   }

@@ -19,7 +19,7 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 /// @brief Flushed rows of a sequence, which are still in their source.
-struct LeftRows {
+struct FlushedRows {
   RowSource source;
   std::int32_t slot = 0, count = 0;
   /// Row of the source at which they begin. In a tail's ring the flushed rows stand behind the last
@@ -58,7 +58,7 @@ inline DeviceTarget decoded_target(const LayerView& tables, float* rows) {
 }
 
 /// A grid of pieces of eight rows x KV heads; a warp takes a row.
-inline dim3 rows_in_eights(const LayerView& tables, std::int64_t rows) {
+inline dim3 warp_per_row(const LayerView& tables, std::int64_t rows) {
   return dim3(static_cast<unsigned>((rows + kStoreThreads / 32 - 1) / (kStoreThreads / 32)),
               static_cast<unsigned>(tables.num_heads));
 }
@@ -69,16 +69,16 @@ inline dim3 rows_in_eights(const LayerView& tables, std::int64_t rows) {
 /// eight rows x KV heads, a warp a row.
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
-    largest_values_kernel(LayerEdit tables, LeftRows left) {
+    largest_values_kernel(LayerEdit tables, FlushedRows flushed) {
   const int head = static_cast<int>(blockIdx.y),
             row = static_cast<int>(blockIdx.x) * (kStoreThreads / 32) +
                   static_cast<int>(threadIdx.x) / 32,
             lane = static_cast<int>(threadIdx.x) % 32;
-  if (row >= left.count) return;
-  const SourceRows rows(tables, left.source, left.slot, head);
-  const float norm = detail::value_norm(rows, left.first + row, tables.head_dim);
+  if (row >= flushed.count) return;
+  const SourceRows rows(tables, flushed.source, flushed.slot, head);
+  const float norm = detail::value_norm(rows, flushed.first + row, tables.head_dim);
   if (lane == 0)
-    atomicMax(reinterpret_cast<int*>(tables.largest_values + tables.index(left.slot, head)),
+    atomicMax(reinterpret_cast<int*>(tables.largest_values + tables.index(flushed.slot, head)),
               __float_as_int(norm));
 }
 
@@ -87,17 +87,18 @@ __global__ void __launch_bounds__(kStoreThreads)
 /// KV heads, a warp a row.
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
-    note_residuals_kernel(LayerEdit tables, LeftRows left, RowList list, int first, int count,
+    note_residuals_kernel(LayerEdit tables, FlushedRows flushed, RowList list, int first, int count,
                           const float* keys, const float* values) {
   const int head = static_cast<int>(blockIdx.y),
             index = static_cast<int>(blockIdx.x) * (kStoreThreads / 32) +
                     static_cast<int>(threadIdx.x) / 32,
             lane = static_cast<int>(threadIdx.x) % 32, listed = first + index;
-  const HeadRows lists = tables.rows[tables.index(left.slot, head)];
+  const HeadRows lists = tables.rows[tables.index(flushed.slot, head)];
   if (index >= count || listed >= rows_in(lists, list)) return;
-  const int row = detail::position_of(tables, list, left.slot, head, lists, listed) - left.position;
-  if (row < 0 || row >= left.count) return;  // the row was stored before
-  const SourceRows rows(tables, left.source, left.slot, head);
+  const int row =
+      detail::position_of(tables, list, flushed.slot, head, lists, listed) - flushed.position;
+  if (row < 0 || row >= flushed.count) return;  // the row was stored before
+  const SourceRows rows(tables, flushed.source, flushed.slot, head);
   const std::size_t at =
       (static_cast<std::size_t>(index) * static_cast<std::size_t>(tables.num_heads) +
        static_cast<std::size_t>(head)) *
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(kStoreThreads)
     const float* decoded = (part == Part::key ? keys : values) + at;
     float lost = 0.0F, energy = 0.0F;
     for (int channel = lane; channel < tables.head_dim; channel += 32) {
-      const float x = rows.element(part, left.first + row, channel),
+      const float x = rows.element(part, flushed.first + row, channel),
                   difference = x - decoded[channel];
       lost = fmaf(difference, difference, lost);
       energy = fmaf(x, x, energy);
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(kStoreThreads)
         1.001F * (sqrtf(detail::warp_sum(lost)) + 1e-6F * sqrtf(detail::warp_sum(energy)));
     norms |= detail::residual_bits(norm) << (part == Part::key ? 0 : 16);
   }
-  if (lane == 0) tables.row_residuals(list, left.slot, head)[listed] = norms;
+  if (lane == 0) tables.row_residuals(list, flushed.slot, head)[listed] = norms;
 }
 
 /// @brief Enqueues the residuals of rows that have just been stored: at most `full` and
@@ -128,12 +129,12 @@ __global__ void __launch_bounds__(kStoreThreads)
 /// rows: the whole list is decoded
 /// @param decoded  scratch for kDecodedRows rows: keys, then values
 template <int scale_groups, bool joint, bool replaces>
-void note_residuals(const LayerState& layer, const LeftRows& left, std::int64_t full,
+void note_residuals(const LayerState& layer, const FlushedRows& flushed, std::int64_t full,
                     std::int64_t compressed, float* decoded, cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
-  const HostSequence& now = layer.sequence(left.slot);
+  const HostSequence& now = layer.sequence(flushed.slot);
   largest_values_kernel<>
-      <<<detail::rows_in_eights(tables, left.count), kStoreThreads, 0, stream>>>(tables, left);
+      <<<detail::warp_per_row(tables, flushed.count), kStoreThreads, 0, stream>>>(tables, flushed);
   check(cudaGetLastError(), "largest_values_kernel");
   float* const values = decoded + kDecodedRows * tables.num_heads * tables.head_dim;
   const DeviceTarget key = detail::decoded_target(tables, decoded),
@@ -148,17 +149,17 @@ void note_residuals(const LayerState& layer, const LeftRows& left, std::int64_t 
          first += kDecodedRows) {
       const TokenRange range = row_range(list, first, (std::min)(kDecodedRows, rows - first));
       if (list == RowList::full)
-        copy_rows(layer, left.slot, range, key, value, stream);
+        copy_rows(layer, flushed.slot, range, key, value, stream);
       else
-        decode_rows<scale_groups>(layer, left.slot, range, key, value, stream);
+        decode_rows<scale_groups>(layer, flushed.slot, range, key, value, stream);
       if constexpr (joint) {
         if (list == RowList::compressed)
-          decode_rows<scale_groups, true>(layer, left.slot, range, key, value, stream);
+          decode_rows<scale_groups, true>(layer, flushed.slot, range, key, value, stream);
       }
       note_residuals_kernel<>
-          <<<detail::rows_in_eights(tables, range.count), kStoreThreads, 0, stream>>>(
-              tables, left, list, static_cast<int>(first), static_cast<int>(range.count), decoded,
-              values);
+          <<<detail::warp_per_row(tables, range.count), kStoreThreads, 0, stream>>>(
+              tables, flushed, list, static_cast<int>(first), static_cast<int>(range.count),
+              decoded, values);
       check(cudaGetLastError(), "note_residuals_kernel");
     }
   }

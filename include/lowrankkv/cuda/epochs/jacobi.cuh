@@ -191,7 +191,7 @@ struct RotationShare {
   float own[4], other[4];
 
   /// Rotates columns own[p] and other[p] by (c, s).
-  __device__ __forceinline__ void turn(int p, float c, float s) {
+  __device__ __forceinline__ void rotate(int p, float c, float s) {
     const float u = own[p], v = other[p];
     own[p] = fmaf(c, u, s * v);
     other[p] = fmaf(c, v, -s * u);
@@ -242,8 +242,8 @@ __device__ __forceinline__ void rotate_across(RotationShare& g, RotationShare& q
   for (int p = 0; p < 4; ++p) {
     const int column = row ^ (4 * half + p);
     const float c = __shfl_sync(~0U, mine.c, column), s = __shfl_sync(~0U, mine.s, column);
-    g.turn(p, c, s);
-    q.turn(p, c, s);
+    g.rotate(p, c, s);
+    q.rotate(p, c, s);
   }
 #pragma unroll
   for (int p = 0; p < 4; ++p) {

@@ -45,7 +45,7 @@ struct Layer : LayerRules<Set, Basis, Updater, TokenPolicy, Quantizer, EpochPoli
     return state.sequence(slot).num_tokens + prompts.of(slot).rows();
   }
   /// The most rows of a sequence that can be pinned.
-  std::int64_t ever_pinned() const {
+  std::int64_t most_pinned() const {
     return pinned_rows(policies.token_policy, 0, config.max_tokens);
   }
   /// A tail with more rows than this is flushed.

@@ -31,15 +31,15 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 /// Query rows of a KV head (tokens x group) that are processed at a time.
-inline constexpr int kWeightColumns = 64;
+inline constexpr int kMeasuredColumns = 64;
 /// Rows of a block of attention_scores_kernel: sixteen per warp.
-inline constexpr int kWeightRows = 128;
+inline constexpr int kMeasuredRows = 128;
 /// Largest score of a row that accumulate_kernel accepts, as on the CPU.
 inline constexpr float kMostScore = 1e30F;
 
 /// @brief The queries whose attention is measured: those of one prompt, or the last ones of each
 /// sequence of a launch.
-struct WeightQueries {
+struct MeasuredQueries {
   DeviceRows rows;                ///< [tokens, num_qo_heads, head_dim]
   const float* lse = nullptr;     ///< [tokens, num_qo_heads], natural log
   std::int64_t lse_stride = 0;    ///< from a token to the next
@@ -76,15 +76,15 @@ namespace detail {
 
 /// A column's query and its log-sum-exp in units of log2; infinite if there is no column or its sum
 /// is not finite.
-struct WeightColumn {
+struct MeasuredColumn {
   float lse;
   std::int32_t token, head;
 };
 
 /// Returns a column of a sequence of the launch and a KV head. Tokens count from queries.first_row
 /// on.
-__device__ inline WeightColumn weight_column(const WeightQueries& queries, int sequence,
-                                             int kv_head, int column) {
+__device__ inline MeasuredColumn measured_column(const MeasuredQueries& queries, int sequence,
+                                                 int kv_head, int column) {
   if (column >= queries.columns()) return {INFINITY, 0, 0};
   const int token = column / queries.group,
             head = kv_head * queries.group + column - token * queries.group,
@@ -104,15 +104,15 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-/// Writes the first `blocks` blocks of eight of the kWeightColumns columns, as operands of
-/// mma.m16n8k16, to [units, kWeightColumns / 8, 32]. If `split`, their rounding errors follow
+/// Writes the first `blocks` blocks of eight of the kMeasuredColumns columns, as operands of
+/// mma.m16n8k16, to [units, kMeasuredColumns / 8, 32]. If `split`, their rounding errors follow
 /// behind. Columns without a finite log-sum-exp are zeros. Copies may still be in flight
 /// afterwards.
 /// @param blocks  an even number
 template <DType type, bool split>
-__device__ void load_weight_queries(const WeightQueries& queries, int units, int blocks,
-                                    const WeightColumn* columns, uint2* operands) {
-  constexpr int kBlocks = kWeightColumns / 8;
+__device__ void load_measured_queries(const MeasuredQueries& queries, int units, int blocks,
+                                      const MeasuredColumn* columns, uint2* operands) {
+  constexpr int kBlocks = kMeasuredColumns / 8;
   constexpr float limit = type == DType::f16 ? 65504.0F : 3e38F;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   for (int unit = static_cast<int>(threadIdx.x) / 32; unit < units; unit += kStoreThreads / 32) {
@@ -120,7 +120,7 @@ __device__ void load_weight_queries(const WeightQueries& queries, int units, int
 #pragma unroll(split ? 1 : 4)
     for (int block = 0; block < blocks; ++block) {
       const int item = (unit * kBlocks + block) * 32 + lane;
-      const WeightColumn column = columns[8 * block + lane / 4];
+      const MeasuredColumn column = columns[8 * block + lane / 4];
       const bool used = column.lse < INFINITY;
       if constexpr (split) {
         float x[4];
@@ -148,7 +148,7 @@ __device__ void load_weight_queries(const WeightQueries& queries, int units, int
 }  // namespace detail
 
 /// @brief Scores of the rows of the full lists, and of those of the tails or of a prompt. Grid:
-/// pieces x heads x sequences; the first list_pieces pieces of kWeightRows rows are of the full
+/// pieces x heads x sequences; the first list_pieces pieces of kMeasuredRows rows are of the full
 /// list, the others of the ring or of the prompt.
 ///
 /// Scores of a step are written to `target` by position; it must be zero where there is no row.
@@ -157,15 +157,15 @@ __device__ void load_weight_queries(const WeightQueries& queries, int units, int
 /// @tparam split  queries are not of full_type, or are not stored two channels per word
 template <DType type, int max_units, bool split>
 __global__ void __launch_bounds__(kStoreThreads, max_units <= 8 ? 3 : 2)
-    attention_scores_kernel(LayerEdit tables, Batch batch, WeightQueries queries,
+    attention_scores_kernel(LayerEdit tables, Batch batch, MeasuredQueries queries,
                             PromptScores prompt, DeviceScores target, int first_sequence,
                             int list_pieces) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   // Operands of the current columns and of the next ones.
   uint2* operands = reinterpret_cast<uint2*>(shared_memory);
   // The current columns, the next ones, and those after the next.
-  __shared__ detail::WeightColumn turns[3][kWeightColumns];
-  constexpr int kBlocks = kWeightColumns / 8;
+  __shared__ detail::MeasuredColumn buffers[3][kMeasuredColumns];
+  constexpr int kBlocks = kMeasuredColumns / 8;
   const int head = static_cast<int>(blockIdx.y),
             sequence = first_sequence + static_cast<int>(blockIdx.z),
             slot = batch.slots[blockIdx.z], columns = queries.columns();
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kStoreThreads, max_units <= 8 ? 3 : 2)
   const int count = listed   ? tables.num_rows(RowList::full, slot, head)
                     : packed ? prompt.rows
                              : ring;  // in storage order
-  const int first = (static_cast<int>(blockIdx.x) - (listed ? 0 : list_pieces)) * kWeightRows,
+  const int first = (static_cast<int>(blockIdx.x) - (listed ? 0 : list_pieces)) * kMeasuredRows,
             row = first + warp * kPlainRows;
   if (first >= count) return;
   uint4 keys[max_units] = {};
@@ -228,28 +228,28 @@ __global__ void __launch_bounds__(kStoreThreads, max_units <= 8 ? 3 : 2)
   const int begin = packed ? max(0, (first - prompt.tail) * queries.group) : 0,
             operand_count = units * kBlocks * 32 * (split ? 2 : 1);
   const auto column_at = [&](int base) {
-    return detail::weight_column(queries, static_cast<int>(blockIdx.z), head, base + thread);
+    return detail::measured_column(queries, static_cast<int>(blockIdx.z), head, base + thread);
   };
-  const auto load = [&](int turn, int base) {
-    detail::load_weight_queries<type, split>(queries, units,
-                                             min(kBlocks, (columns - base + 15) / 16 * 2),
-                                             turns[turn % 3], operands + turn % 2 * operand_count);
+  const auto load = [&](int pass, int base) {
+    detail::load_measured_queries<type, split>(
+        queries, units, min(kBlocks, (columns - base + 15) / 16 * 2), buffers[pass % 3],
+        operands + pass % 2 * operand_count);
   };
-  if (thread < kWeightColumns) {
-    turns[0][thread] = column_at(begin);
-    turns[1][thread] = column_at(begin + kWeightColumns);
+  if (thread < kMeasuredColumns) {
+    buffers[0][thread] = column_at(begin);
+    buffers[1][thread] = column_at(begin + kMeasuredColumns);
   }
   __syncthreads();
   load(0, begin);
   float own[2] = {};
-  for (int turn = 0, base = begin; base < columns; ++turn, base += kWeightColumns) {
+  for (int pass = 0, base = begin; base < columns; ++pass, base += kMeasuredColumns) {
     detail::wait_for_copies();
     __syncthreads();  // these columns have arrived; the previous ones are no longer read
-    if (base + kWeightColumns < columns) load(turn + 1, base + kWeightColumns);
-    detail::WeightColumn ahead{};
-    if (thread < kWeightColumns) ahead = column_at(base + 2 * kWeightColumns);
-    const uint2* here = operands + turn % 2 * operand_count;
-    const detail::WeightColumn* turn_columns = turns[turn % 3];
+    if (base + kMeasuredColumns < columns) load(pass + 1, base + kMeasuredColumns);
+    detail::MeasuredColumn ahead{};
+    if (thread < kMeasuredColumns) ahead = column_at(base + 2 * kMeasuredColumns);
+    const uint2* here = operands + pass % 2 * operand_count;
+    const detail::MeasuredColumn* current = buffers[pass % 3];
 #pragma unroll
     // Two at a time, so that their products are independent.
     for (int block = 0; block < kBlocks; block += 2) {
@@ -272,11 +272,11 @@ __global__ void __launch_bounds__(kStoreThreads, max_units <= 8 ? 3 : 2)
         const int column = 8 * (block + i / 4) + 2 * t + i % 2;
         // 0 where there is no column.
         const float weight =
-            exp2_fast(fmaf(logits[i / 4][i % 4], factors[i % 4 / 2], -turn_columns[column].lse));
+            exp2_fast(fmaf(logits[i / 4][i % 4], factors[i % 4 / 2], -current[column].lse));
         if (base + column >= from[i % 4 / 2]) own[i % 4 / 2] += weight;
       }
     }
-    if (thread < kWeightColumns) turns[(turn + 2) % 3][thread] = ahead;
+    if (thread < kMeasuredColumns) buffers[(pass + 2) % 3][thread] = ahead;
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -350,9 +350,9 @@ inline void check_score_view(const CacheConfig& config, const ScoreView& accumul
 
 /// @brief Describes queries that were attended to, m tokens per sequence from row `first_row` of
 /// the views on, and their log-sum-exp.
-inline WeightQueries weight_queries(const LayerState& layer, const QueryView& query,
-                                    const float* lse, std::int64_t lse_stride, int m,
-                                    std::int64_t first_row) {
+inline MeasuredQueries measured_queries(const LayerState& layer, const QueryView& query,
+                                        const float* lse, std::int64_t lse_stride, int m,
+                                        std::int64_t first_row) {
   return {device_rows(query),
           lse,
           lse_stride,
@@ -376,18 +376,18 @@ void clear_scores(const ScoreView& accumulated, cudaStream_t stream) {
 /// @param target  receives the scores of a step
 /// @param full_rows  most rows of a full list of the batch
 template <class State>
-void enqueue_measured_scores(const State& layer, const Batch& batch, const WeightQueries& queries,
+void enqueue_measured_scores(const State& layer, const Batch& batch, const MeasuredQueries& queries,
                              const PromptScores& prompt, const DeviceScores& target,
                              int first_sequence, std::int64_t full_rows, cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
   // Full rows that are never dropped need no scores from a prompt.
   const bool listed = prompt.packed == nullptr || tables.has_scores(RowList::full);
   const int list_pieces =
-                listed ? static_cast<int>((full_rows + kWeightRows - 1) / kWeightRows) : 0,
+                listed ? static_cast<int>((full_rows + kMeasuredRows - 1) / kMeasuredRows) : 0,
             units = tables.full.key_units;
   const int own_pieces =
-      ((prompt.packed != nullptr ? prompt.rows : tables.ring_rows()) + kWeightRows - 1) /
-      kWeightRows;
+      ((prompt.packed != nullptr ? prompt.rows : tables.ring_rows()) + kMeasuredRows - 1) /
+      kMeasuredRows;
   const DeviceRows& rows = queries.rows;
   // Queries can be copied as words of two channels if channels are contiguous and words are
   // aligned.
@@ -397,7 +397,8 @@ void enqueue_measured_scores(const State& layer, const Batch& batch, const Weigh
   const dim3 grid(static_cast<unsigned>(list_pieces + own_pieces),
                   static_cast<unsigned>(tables.num_heads), static_cast<unsigned>(batch.count));
   const std::size_t bytes =
-      sizeof(uint2) * static_cast<std::size_t>(units * (kWeightColumns / 8) * 32 * (split ? 4 : 2));
+      sizeof(uint2) *
+      static_cast<std::size_t>(units * (kMeasuredColumns / 8) * 32 * (split ? 4 : 2));
   const auto launch = [&](auto* kernel) {
     detail::launch_kernel(kernel, grid, kStoreThreads, bytes, "attention_scores_kernel", stream,
                           tables, batch, queries, prompt, target, first_sequence, list_pieces);

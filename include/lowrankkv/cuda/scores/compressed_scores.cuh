@@ -29,7 +29,7 @@ inline constexpr int kCompressedScoreRows = 64 * kStoreThreads / 32;
 template <int scale_groups, DType type>
 __global__ void __launch_bounds__(kStoreThreads)
     compressed_scores_kernel(LayerEdit tables, AttentionStep step, Batch batch,
-                             WeightQueries queries, DeviceScores target, int first_sequence) {
+                             MeasuredQueries queries, DeviceScores target, int first_sequence) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32,
             g = lane / 4, t = lane % 4;
   const int head = static_cast<int>(blockIdx.y),
@@ -61,8 +61,8 @@ __global__ void __launch_bounds__(kStoreThreads)
           step.coded_queries + block_row * static_cast<std::size_t>(step.coded_units) * 32 + lane;
       const ColumnScale scale =
           step.coded_scales[block_row * kBlockColumns + static_cast<std::size_t>(t)];
-      const float lse = detail::weight_column(queries, static_cast<int>(blockIdx.z), head,
-                                              block * kBlockColumns + t)
+      const float lse = detail::measured_column(queries, static_cast<int>(blockIdx.z), head,
+                                                block * kBlockColumns + t)
                             .lse;
       float logits[4][2];
       if constexpr (scale_groups > 0) {
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kStoreThreads)
 /// @tparam scale_groups  of tiles of codes; 0: plain tiles
 template <int scale_groups>
 void enqueue_compressed_scores(const LayerState& layer, const AttentionStep& step,
-                               const Batch& batch, const WeightQueries& queries,
+                               const Batch& batch, const MeasuredQueries& queries,
                                const DeviceScores& target, int first_sequence,
                                std::int64_t most_rows, cudaStream_t stream) {
   if (most_rows == 0) return;

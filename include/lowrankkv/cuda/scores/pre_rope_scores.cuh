@@ -51,7 +51,7 @@ __device__ __forceinline__ void received(float lse, Logit&& logit, Sees&& sees,
 template <int scale_groups, DType type, int max_units, bool copied>
 __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units))
     pre_rope_compressed_scores_kernel(LayerEdit tables, AttentionStep step, Batch batch,
-                                      WeightQueries queries, DeviceScores target,
+                                      MeasuredQueries queries, DeviceScores target,
                                       int first_sequence, int key_up_units) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   constexpr bool codes = scale_groups > 0;
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units))
             lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   if (static_cast<int>(blockIdx.x) * warps >= tiles) return;
   copy_tiles(tables.compressed + head, &layout);
-  RopeShared turn(shared_memory, tables.rotary, head_dim, nullptr);
+  RopeShared rope(shared_memory, tables.rotary, head_dim, nullptr);
   __syncthreads();
   std::uint32_t* const rotated = reinterpret_cast<std::uint32_t*>(
       shared_memory + rope_block_bytes(head_dim, key_up_units) + warp * rope_warp_bytes(head_dim));
@@ -74,21 +74,21 @@ __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units))
   for (int index = 0; index < tables.num_segments(slot, rows); ++index) {
     const SegmentRows segment = tables.segment(slot, head, rows, index, 0);
     const KeyUpMap key_up = tables.maps[segment.epoch * tables.num_heads + head].key_up;
-    const uint4* const map = copied ? turn.operands : key_up.operands;
+    const uint4* const map = copied ? rope.operands : key_up.operands;
     __syncthreads();  // the previous epoch's maps are no longer read
-    turn.copy_means(key_up.means, head_dim);
+    rope.copy_means(key_up.means, head_dim);
     if constexpr (copied)
-      turn.copy_map(key_up.operands, head_dim, cuda::key_up_units(codes, layout.key_units));
+      rope.copy_map(key_up.operands, head_dim, cuda::key_up_units(codes, layout.key_units));
     detail::PreRopeRows range;
     range.read_shifts(tables.rotary, slot);
     range.rows = segment.end;
     for (int block = 0; block < step.blocks; ++block) {
       __syncthreads();  // the previous queries are no longer read
-      turn.load_queries({queries.rows, queries.first_row, queries.factor}, tables.rotary, step,
+      rope.load_queries({queries.rows, queries.first_row, queries.factor}, tables.rotary, step,
                         static_cast<int>(blockIdx.z), head, block, head_dim);
-      const float unit = turn.largest[t] * __ldg(key_up.scales).y,
-                  lse = detail::weight_column(queries, static_cast<int>(blockIdx.z), head,
-                                              block * kBlockColumns + t)
+      const float unit = rope.largest[t] * __ldg(key_up.scales).y,
+                  lse = detail::measured_column(queries, static_cast<int>(blockIdx.z), head,
+                                                block * kBlockColumns + t)
                             .lse;
       range.read_compressed(tables, slot, head);
       range.before = -1;
@@ -100,10 +100,10 @@ __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units))
         range.find(tile * tile_rows, places);
         float s[steps][4], own[steps][2];
         if constexpr (codes)
-          detail::code_logits<scale_groups, true>(tables.rotary, turn, layout, here, map, head_dim,
+          detail::code_logits<scale_groups, true>(tables.rotary, rope, layout, here, map, head_dim,
                                                   rotated, places, s);
         else
-          detail::plain_logits<type, max_units, true>(tables.rotary, turn, here, layout.key_units,
+          detail::plain_logits<type, max_units, true>(tables.rotary, rope, here, layout.key_units,
                                                       map, head_dim, rotated, places, s);
         detail::received<steps>(
             lse, [&](int i, int r) { return (s[i][2 * r] + s[i][2 * r + 1]) * unit; },
@@ -136,8 +136,9 @@ __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units))
 /// @tparam scaled  full rows in pages are in 8 bits
 template <DType type, int max_units, bool scaled>
 __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
-    pre_rope_scores_kernel(LayerEdit tables, AttentionStep step, Batch batch, WeightQueries queries,
-                           DeviceScores target, int first_sequence, int list_blocks) {
+    pre_rope_scores_kernel(LayerEdit tables, AttentionStep step, Batch batch,
+                           MeasuredQueries queries, DeviceScores target, int first_sequence,
+                           int list_blocks) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   constexpr int steps = rotated_steps(max_units), tile_rows = steps * kPlainRows;
   const bool listed = static_cast<int>(blockIdx.x) < list_blocks;
@@ -149,12 +150,13 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
   const int rows = listed ? tables.num_rows(RowList::full, slot, head) : ring,
             tiles = (rows + tile_rows - 1) / tile_rows;  // in storage order
   const int first = index * warps + warp,
-            apart = (listed ? list_blocks : static_cast<int>(gridDim.x) - list_blocks) * warps;
+            tile_stride =
+                (listed ? list_blocks : static_cast<int>(gridDim.x) - list_blocks) * warps;
   if (index * warps >= tiles) return;
   const HeadTiles& layout = listed ? tables.listed : tables.full;
   const DeviceLengths lengths = tables.lengths[slot];
   const HeadRows lists = tables.rows[tables.index(slot, head)];
-  RopeShared turn(shared_memory, tables.rotary, head_dim, nullptr);
+  RopeShared rope(shared_memory, tables.rotary, head_dim, nullptr);
   std::uint32_t* const rotated = reinterpret_cast<std::uint32_t*>(
       shared_memory + rope_block_bytes(head_dim, 0) + warp * rope_warp_bytes(head_dim));
   detail::PreRopeRows range;
@@ -165,16 +167,16 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
   range.listed = listed ? tables.row_positions(RowList::full, slot, head) : nullptr;
   for (int block = 0; block < step.blocks; ++block) {
     __syncthreads();  // the previous queries are no longer read
-    turn.load_queries({queries.rows, queries.first_row, queries.factor}, tables.rotary, step,
+    rope.load_queries({queries.rows, queries.first_row, queries.factor}, tables.rotary, step,
                       static_cast<int>(blockIdx.z), head, block, head_dim);
-    const float lse = detail::weight_column(queries, static_cast<int>(blockIdx.z), head,
-                                            block * kBlockColumns + t)
+    const float lse = detail::measured_column(queries, static_cast<int>(blockIdx.z), head,
+                                              block * kBlockColumns + t)
                           .lse;
     // Rows that a column sees; of the tail, those up to its own token.
     const int limit = listed ? rows
                              : lengths.tail_length - step.m +
                                    min((block * kBlockColumns + t) / step.group, step.m - 1) + 1;
-    for (int tile = first; tile < tiles; tile += apart) {
+    for (int tile = first; tile < tiles; tile += tile_stride) {
       const std::uint8_t* here =
           listed ? tables.tile(tables.page_table(RowList::full, slot, head), layout, tile)
                  : tables.tail_tile(slot, head, tile * tile_rows);
@@ -190,7 +192,7 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
         constexpr bool in_bytes = decltype(bytes)::value;
         float s[steps][4];
         pre_rope_logits<steps, steps, true>(
-            tables.rotary, turn, head_dim, rotated, places,
+            tables.rotary, rope, head_dim, rotated, places,
             [&](int, auto&& use) {
               use([&](int at, std::uint32_t(&x)[steps][2], std::uint32_t(&y)[steps][2]) {
                 read_pairs<type, steps, in_bytes>(tables.rotary, here + layout.key_offset,
@@ -199,7 +201,7 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
             },
             s);
         const float unit =
-            turn.largest[t] * (in_bytes || type == DType::f16 ? 1.0F : 1.0F / kRotatedBFloat);
+            rope.largest[t] * (in_bytes || type == DType::f16 ? 1.0F : 1.0F / kRotatedBFloat);
         detail::received<steps>(
             lse,
             [&](int i, int r) {
@@ -242,7 +244,7 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
 namespace detail {
 
 /// The columns that a score kernel processes.
-inline AttentionStep score_step(const WeightQueries& queries) {
+inline AttentionStep score_step(const MeasuredQueries& queries) {
   AttentionStep step;
   step.group = queries.group;
   step.set_tokens(queries.m);
@@ -262,7 +264,7 @@ inline int score_blocks(const LayerState& layer, const Batch& batch, std::int64_
 /// @param target  receives the scores of a step; without data, scores are added to those of the
 ///   lists
 template <class State>
-void enqueue_pre_rope_scores(const State& layer, const Batch& batch, const WeightQueries& queries,
+void enqueue_pre_rope_scores(const State& layer, const Batch& batch, const MeasuredQueries& queries,
                              const DeviceScores& target, int first_sequence, std::int64_t full_rows,
                              cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
@@ -294,7 +296,7 @@ void enqueue_pre_rope_scores(const State& layer, const Batch& batch, const Weigh
 /// enqueue_compressed_scores() for pre-RoPE keys.
 template <int scale_groups, class State>
 void enqueue_pre_rope_compressed_scores(const State& layer, const Batch& batch,
-                                        const WeightQueries& queries, const DeviceScores& target,
+                                        const MeasuredQueries& queries, const DeviceScores& target,
                                         int first_sequence, std::int64_t most_rows,
                                         cudaStream_t stream) {
   if (most_rows == 0) return;
@@ -342,7 +344,7 @@ void enqueue_pre_rope_compressed_scores(const State& layer, const Batch& batch,
 /// nothing and does not wait.
 /// @param prompt  its packed keys are post-RoPE keys
 template <class State>
-void measure_scores(const State& layer, const Batch& batch, const WeightQueries& queries,
+void measure_scores(const State& layer, const Batch& batch, const MeasuredQueries& queries,
                     const PromptScores& prompt, const DeviceScores& target, int first_sequence,
                     std::int64_t full_rows, cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
@@ -363,7 +365,7 @@ void measure_scores(const State& layer, const Batch& batch, const WeightQueries&
 /// @tparam scale_groups  of tiles of codes; 0: plain tiles
 template <int scale_groups, class State>
 void measure_compressed_scores(const State& layer, const AttentionStep& step, const Batch& batch,
-                               const WeightQueries& queries, const DeviceScores& target,
+                               const MeasuredQueries& queries, const DeviceScores& target,
                                int first_sequence, std::int64_t most_rows, cudaStream_t stream) {
   if constexpr (State::Kernels::rope_pre) {
     if (layer.tables().rotary.pre_rope())

@@ -58,13 +58,13 @@ __global__ void __launch_bounds__(kStoreThreads)
       (neighbours ? y[i] : i == 0 ? x[1] : y[1]) = high;
     }
     const float4 phases = rotary.phases(position, two, dim);
-    const auto turn = [](float cosine, float sine, float& u, float& v) {
+    const auto rotate = [](float cosine, float sine, float& u, float& v) {
       const float before = u;
       u = u * cosine - v * sine;
       v = v * cosine + before * sine;
     };
-    turn(phases.x, phases.y, x[0], y[0]);
-    turn(phases.z, phases.w, x[1], y[1]);
+    rotate(phases.x, phases.y, x[0], y[0]);
+    rotate(phases.z, phases.w, x[1], y[1]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const float low = neighbours ? x[i]

@@ -243,23 +243,23 @@ __global__ void __launch_bounds__(kSelectThreads)
 ///   chosen, without pinned ones. Out: rows in `chosen`, then rows in `rest`.
 template <class = void>
 __global__ void __launch_bounds__(kSelectThreads)
-    name_rows_kernel(RowOrder order, FlushBatch flushed, std::int32_t* counts, std::int32_t* chosen,
-                     std::int32_t* rest, int stride) {
+    rows_of_indices_kernel(RowOrder order, FlushBatch flushed, std::int32_t* counts,
+                           std::int32_t* chosen, std::int32_t* rest, int stride) {
   const int heads = static_cast<int>(gridDim.x), head = static_cast<int>(blockIdx.x),
             sequence = static_cast<int>(blockIdx.y), list = sequence * heads + head,
             pinned = flushed.pinned[sequence];
   const int2 active = order.active(sequence, heads, head, flushed.candidates(sequence));
-  const std::int32_t* named = order.of(sequence, heads, head) + active.x;
+  const std::int32_t* active_rows = order.of(sequence, heads, head) + active.x;
   const int count = active.y - active.x,
             wanted = counts != nullptr ? counts[list] : flushed.full[sequence] - pinned;
   std::int32_t *own = chosen + static_cast<std::size_t>(list) * static_cast<std::size_t>(stride),
                *others = rest + static_cast<std::size_t>(list) * static_cast<std::size_t>(stride);
   const int thread = static_cast<int>(threadIdx.x);
-  for (int i = thread; i < count - wanted; i += kSelectThreads) others[i] = named[others[i]];
+  for (int i = thread; i < count - wanted; i += kSelectThreads) others[i] = active_rows[others[i]];
   // From the end, since rows move back by `pinned`.
   for (int base = (wanted - 1) / kSelectThreads * kSelectThreads; base >= 0 && wanted > 0;
        base -= kSelectThreads) {
-    const int row = base + thread < wanted ? named[own[base + thread]] : 0;
+    const int row = base + thread < wanted ? active_rows[own[base + thread]] : 0;
     __syncthreads();
     if (base + thread < wanted) own[pinned + base + thread] = row;
     __syncthreads();

@@ -26,7 +26,7 @@ struct RemovedRows {
   std::vector<HeadRows> begin, end;  ///< [heads]
   std::int32_t tail_begin = 0, tail_end = 0;
 
-  /// @param chosen  values decided how rows are stored; as in RowCuts, which then waits
+  /// @param chosen  values decided how rows are stored; as in ListBounds, which then waits
   static RemovedRows of(const LayerState& layer, int slot, std::int64_t first, std::int64_t count,
                         bool chosen, cudaStream_t stream) {
     const HostSequence& now = layer.sequence(slot);
@@ -34,8 +34,9 @@ struct RemovedRows {
       return static_cast<std::int32_t>(
           std::clamp(token - now.first_tail(), std::int64_t{0}, std::int64_t{now.tail_length}));
     };
-    const RowCuts cuts(layer, slot, first, chosen, stream);
-    return {cuts.below(first), cuts.below(first + count), in_tail(first), in_tail(first + count)};
+    const ListBounds bounds(layer, slot, first, chosen, stream);
+    return {bounds.below(first), bounds.below(first + count), in_tail(first),
+            in_tail(first + count)};
   }
   /// @brief Rows of every head [heads] that are left without these rows.
   std::vector<HeadRows> left(const HostSequence& now) const {
@@ -69,9 +70,9 @@ struct RemovedRows {
 /// rows. Positions of rows that move decrease by `removed`. Grid: heads.
 template <class = void>
 __global__ void __launch_bounds__(kMoveThreads)
-    compact_numbers_kernel(LayerEdit tables, int slot, RowList list, ListCuts cuts, int removed) {
-  const int begin = cuts.begin[blockIdx.x], end = cuts.end[blockIdx.x],
-            rows = cuts.rows[blockIdx.x], head = cuts.first + static_cast<int>(blockIdx.x);
+    compact_numbers_kernel(LayerEdit tables, int slot, RowList list, ListGaps gaps, int removed) {
+  const int begin = gaps.begin[blockIdx.x], end = gaps.end[blockIdx.x],
+            rows = gaps.rows[blockIdx.x], head = gaps.first + static_cast<int>(blockIdx.x);
   const auto close = [&](auto* numbers, auto less) {
     for (int first = end; first < rows; first += kMoveThreads) {
       const int row = first + static_cast<int>(threadIdx.x);
@@ -121,31 +122,31 @@ __host__ __device__ constexpr std::int32_t row_after(std::int32_t row, std::int3
 /// @brief Updates where segments begin after rows were removed, with device-managed epochs. One
 /// thread per list.
 template <class = void>
-__global__ void cut_device_epochs_kernel(LayerEdit tables, int slot, ListCuts cuts) {
+__global__ void close_segment_gaps_kernel(LayerEdit tables, int slot, ListGaps gaps) {
   const int index = static_cast<int>(threadIdx.x);
-  for (int i = 0; index < cuts.count && i < tables.lengths[slot].num_segments; ++i) {
-    std::int32_t& first = tables.segments_of(slot, cuts.first + index)[i].first_row;
-    first = row_after(first, cuts.begin[index], cuts.end[index]);
+  for (int i = 0; index < gaps.count && i < tables.lengths[slot].num_segments; ++i) {
+    std::int32_t& first = tables.segments_of(slot, gaps.first + index)[i].first_row;
+    first = row_after(first, gaps.begin[index], gaps.end[index]);
   }
 }
 
-/// @brief Calls function(cuts) for the lists of a kind, at most ListCuts::kMost at a time.
+/// @brief Calls function(gaps) for the lists of a kind, at most ListGaps::kMost at a time.
 /// @param lists  number of lists: of the heads only, or of joint values too
 template <class Function>
-void for_each_cut(const LayerState& layer, const HostSequence& now, const RemovedRows& rows,
-                  RowList list, int lists, Function&& function) {
+void for_each_gaps(const LayerState& layer, const HostSequence& now, const RemovedRows& rows,
+                   RowList list, int lists, Function&& function) {
   const LayerEdit& tables = layer.tables();
-  for (int index = 0; index < lists; index += ListCuts::kMost) {
-    ListCuts cuts;
-    cuts.first = index;
-    for (; cuts.count < ListCuts::kMost && index + cuts.count < lists; ++cuts.count) {
-      const int own = index + cuts.count,
+  for (int index = 0; index < lists; index += ListGaps::kMost) {
+    ListGaps gaps;
+    gaps.first = index;
+    for (; gaps.count < ListGaps::kMost && index + gaps.count < lists; ++gaps.count) {
+      const int own = index + gaps.count,
                 head = own < tables.num_heads ? own : (own - tables.num_heads) * tables.joint_heads;
-      cuts.begin[cuts.count] = rows_in(rows.begin[static_cast<std::size_t>(head)], list);
-      cuts.end[cuts.count] = rows_in(rows.end[static_cast<std::size_t>(head)], list);
-      cuts.rows[cuts.count] = static_cast<std::int32_t>(now.num_rows(list, head));
+      gaps.begin[gaps.count] = rows_in(rows.begin[static_cast<std::size_t>(head)], list);
+      gaps.end[gaps.count] = rows_in(rows.end[static_cast<std::size_t>(head)], list);
+      gaps.rows[gaps.count] = static_cast<std::int32_t>(now.num_rows(list, head));
     }
-    function(cuts);
+    function(gaps);
   }
 }
 
@@ -156,8 +157,8 @@ inline void demand_removal(const LayerState& layer, int slot, const RemovedRows&
   const HostSequence& now = layer.sequence(slot);
   for (const RowList list : {RowList::full, RowList::compressed}) {
     if (!layer.is_scored(list))
-      for_each_cut(layer, now, rows, list, layer.num_lists(list),
-                   [&](const ListCuts& cuts) { reserve_stable_compact(layer, list, cuts); });
+      for_each_gaps(layer, now, rows, list, layer.num_lists(list),
+                    [&](const ListGaps& gaps) { reserve_stable_compact(layer, list, gaps); });
     if (const std::int64_t first = rows.first_moved(now, list, layer.is_scored(list)); first >= 0)
       layer.demand_writes(slot, list, first, now.num_rows(list), demand);
   }
@@ -208,16 +209,16 @@ void remove_tokens(LayerState& layer, int slot, std::int64_t first, std::int64_t
     if (layer.is_scored(list)) continue;
     if (const std::int64_t moved = rows.first_moved(now, list, false); moved >= 0) {
       layer.own_pages(slot, list, moved, now.num_rows(list), stream);
-      for_each_cut(layer, now, rows, list, layer.num_lists(list),
-                   [&](const ListCuts& cuts) { stable_compact(layer, slot, list, cuts, stream); });
+      for_each_gaps(layer, now, rows, list, layer.num_lists(list),
+                    [&](const ListGaps& gaps) { stable_compact(layer, slot, list, gaps, stream); });
     }
     if ((tables.positions[static_cast<int>(list)] == nullptr &&
          tables.residuals[static_cast<int>(list)] == nullptr) ||
         count == 0)
       continue;
-    for_each_cut(layer, now, rows, list, tables.num_heads, [&](const ListCuts& cuts) {
-      compact_numbers_kernel<><<<static_cast<unsigned>(cuts.count), kMoveThreads, 0, stream>>>(
-          tables, slot, list, cuts, static_cast<int>(count));
+    for_each_gaps(layer, now, rows, list, tables.num_heads, [&](const ListGaps& gaps) {
+      compact_numbers_kernel<><<<static_cast<unsigned>(gaps.count), kMoveThreads, 0, stream>>>(
+          tables, slot, list, gaps, static_cast<int>(count));
       check(cudaGetLastError(), "compact_numbers_kernel");
     });
   }
@@ -227,10 +228,10 @@ void remove_tokens(LayerState& layer, int slot, std::int64_t first, std::int64_t
           segment.first_rows[head], rows.begin[head].num_compressed, rows.end[head].num_compressed);
   }
   if (layer.device_epochs().used() && !layer.is_scored(RowList::compressed)) {
-    for_each_cut(
-        layer, now, rows, RowList::compressed, tables.num_heads, [&](const ListCuts& cuts) {
-          cut_device_epochs_kernel<><<<1, ListCuts::kMost, 0, stream>>>(tables, slot, cuts);
-          check(cudaGetLastError(), "cut_device_epochs_kernel");
+    for_each_gaps(
+        layer, now, rows, RowList::compressed, tables.num_heads, [&](const ListGaps& gaps) {
+          close_segment_gaps_kernel<><<<1, ListGaps::kMost, 0, stream>>>(tables, slot, gaps);
+          check(cudaGetLastError(), "close_segment_gaps_kernel");
         });
   }
   now.set_rows(rows.left(now));

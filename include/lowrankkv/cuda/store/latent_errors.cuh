@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kStoreThreads)
   std::uint16_t* values = rows + kStoreRows * rows_stride;
   std::uint16_t* rest = values + kStoreRows * values_stride;
   const PartMaps& first_maps = tables.maps[leader].value;  // bases of joint values do not move
-  const int rank = first_maps.rank, apart = rank + 1,
+  const int rank = first_maps.rank, row_stride = rank + 1,
             channels = (rank + kPlainUnit - 1) / kPlainUnit * kPlainUnit;
   const float* latents = portion.of(piece);
   if constexpr (scale_groups > 0) {
@@ -69,15 +69,15 @@ __global__ void __launch_bounds__(kStoreThreads)
     for (int own = 0; own < kGroups; ++own) {
       const int from = own == 0 ? 0 : first_maps.first_coded,
                 until = kGroups == 2 && own == 0 ? first_maps.first_coded : first_maps.coded;
-      const detail::StoredGain gain = detail::gains_of_rows(first_maps, latents + own_first * apart,
-                                                            apart, own_rows, from, until, own);
+      const detail::StoredGain gain = detail::gains_of_rows(
+          first_maps, latents + own_first * row_stride, row_stride, own_rows, from, until, own);
       if (lane < own_rows) gains[own][own_first + lane] = gain.value;
     }
   }
   // A coefficient as it will be read, in the unit of the maps.
   const auto read = [&](int row, int channel) {
     if (row < range.begin || row >= range.end || channel >= rank) return 0.0F;
-    const float coefficient = latents[row * apart + channel];
+    const float coefficient = latents[row * row_stride + channel];
     if constexpr (scale_groups == 0) return from_bits(coded_type, to_bits(coded_type, coefficient));
     if (channel >= first_maps.coded) return 0.0F;
     const float gain =

@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2)
     }
   }
   if (!there) return;
-  const int apart = rank + 1;
+  const int row_stride = rank + 1;
   float* target = portion.of(piece);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2)
       for (int half = 0; half < 2; ++half) {
         const int row = 16 * m + 8 * half + g;
         if (row >= range.begin && row < range.end)
-          target[row * apart + channel] =
+          target[row * row_stride + channel] =
               fmaf(sums[m][i / 2][2 * half + i % 2] / scale, steps.x, steps.y);
       }
     }

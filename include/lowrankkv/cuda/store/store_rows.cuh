@@ -256,22 +256,22 @@ class ListPiece {
         table_(tables.page_table(list, flushed.slots[sequence], index)),
         pool_(tables.pool),
         page_bytes_(tables.page_bytes) {
-    const bool full = list == RowList::full, apart = staging.data != nullptr;
+    const bool full = list == RowList::full, staged = staging.data != nullptr;
     const int stored = tables.num_rows(list, flushed.slots[sequence], head),
-              first = apart ? 0 : stored,
+              first = staged ? 0 : stored,
               added = flushed.added(list, tables.scored, sequence, stored);
     const int2 active = order.active(sequence, tables.num_heads, head, added);
     const int count =
-        apart ? staging.counts[sequence * tables.num_heads + head] : active.y - active.x;
+        staged ? staging.counts[sequence * tables.num_heads + head] : active.y - active.x;
     // Rows of the order, or of the source, that are stored elsewhere.
     const int skipped = order.rows == nullptr ? (full ? 0 : flushed.full[sequence])
-                        : apart               ? added
+                        : staged              ? added
                                               : active.x;
     tile_row = (first / kStoreRows + piece) * kStoreRows;
     begin = max(first - tile_row, 0);
     end = min(first + count - tile_row, kStoreRows);
     from = skipped + tile_row - first;
-    if (apart) staging_ = staging.of(tables, sequence, index);
+    if (staged) staging_ = staging.of(tables, sequence, index);
   }
   int tile_row, begin, end, from;
   /// @brief A tile of the list, or of its staging tiles.

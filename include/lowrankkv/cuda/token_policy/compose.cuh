@@ -154,11 +154,11 @@ RowCounts row_counts(const Policy& policy, std::int64_t first_position, std::int
                           : kept;  // full rows among the kept ones
   if (Rules::accumulates_scores) {
     // A share of all rows that have left the tail, dropped ones included: it never shrinks.
-    const std::int64_t left = first_position + count, ever_pinned = pinned_rows(policy, 0, left),
+    const std::int64_t left = first_position + count, pinned_so_far = pinned_rows(policy, 0, left),
                        limit = (std::min)(
-                           left, ever_pinned + chosen_of(RowChoice::accumulated_scores, 0, left));
+                           left, pinned_so_far + chosen_of(RowChoice::accumulated_scores, 0, left));
     return {pinned, pinned + exempt, kept - exempt,
-            Rules::compresses ? limit - ever_pinned : limit};
+            Rules::compresses ? limit - pinned_so_far : limit};
   }
   return {pinned, pinned + exempt, kept - exempt};
 }

@@ -479,7 +479,7 @@ std::pair<RowOrder, RowOrder> exempt_outliers(const State& layer, const FlushBat
   enqueue_errors<coded_groups, joint>(layer, flushed, wanted, relative, source, scratch, stream);
   // Whether values decide how many rows the lists get.
   const bool counted = least > 0.0F || kept.ends != nullptr;
-  // The kept rows are numbered anew, chosen among, and then named again (name_rows_kernel).
+  // The kept rows are numbered anew, chosen among, and then named again (rows_of_indices_kernel).
   if (kept.rows != nullptr) {
     float* own_errors = scratch.second_scores(static_cast<int>(heads * sequences));
     gather_scores_kernel<><<<dim3(heads, sequences), kSelectThreads, 0, stream>>>(
@@ -500,9 +500,9 @@ std::pair<RowOrder, RowOrder> exempt_outliers(const State& layer, const FlushBat
       candidates, scratch.chosen, scratch.rest);
   check(cudaGetLastError(), "top_rows_kernel");
   if (kept.rows != nullptr) {
-    name_rows_kernel<><<<dim3(heads, sequences), kSelectThreads, 0, stream>>>(
+    rows_of_indices_kernel<><<<dim3(heads, sequences), kSelectThreads, 0, stream>>>(
         kept, flushed, candidates.counts, scratch.chosen, scratch.rest, scratch.rows);
-    check(cudaGetLastError(), "name_rows_kernel");
+    check(cudaGetLastError(), "rows_of_indices_kernel");
   }
   if (!counted) return {{scratch.chosen, scratch.rows}, {scratch.rest, scratch.rows}};
   return {{scratch.chosen, scratch.rows, candidates.counts, 1, 0},

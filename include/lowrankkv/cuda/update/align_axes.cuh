@@ -274,16 +274,16 @@ void align_axes(const LayerState& layer, const PublishedEpochs& published, int c
   detail::launch_kernel(axis_products_kernel<>, columns, kStoreThreads, 0, "axis_products_kernel",
                         stream, tables, published, store.bases(), moments, splits, scratch);
   const std::size_t bytes = axis_buffer_bytes(store.most(), tables.head_dim);
-  const auto turn = [&](auto* kernel) {
+  const auto align = [&](auto* kernel) {
     detail::launch_kernel(kernel, dim3(2, heads, sequences), kSketchThreads,
                           scratch.buffers == nullptr ? bytes : 0, "align_axes_kernel", stream,
                           tables, published, store.bases(), store.axes(), rows, scratch,
                           detail::buffered_rows(store.most()));
   };
   if (tables.head_dim <= 128)
-    turn(align_axes_kernel<128>);
+    align(align_axes_kernel<128>);
   else
-    turn(align_axes_kernel<kMaxHeadDim>);
+    align(align_axes_kernel<kMaxHeadDim>);
   publish_kernel<>
       <<<dim3(2, heads, sequences), kStoreThreads, 0, stream>>>(tables, store.bases(), published);
   check(cudaGetLastError(), "publish_kernel");

@@ -155,12 +155,12 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
                           layer.most_value_rank());
   const std::size_t latents = reserve(joint * sizeof(float));
   const bool has_scores = accumulated_scores && layer.tables().scored == RowList::compressed,
-             closes = has_scores && (device_epochs || both);
-  const std::size_t fates =
+             compacts = has_scores && (device_epochs || both);
+  const std::size_t decisions =
       joint > 0 ? lists / static_cast<std::size_t>(layer.tables().joint_heads) : 0;
   // Sized for full lists: scratch that grows with a sequence would make flushes wait.
   const std::size_t group_scores =
-                        reserve(has_scores ? fates *
+                        reserve(has_scores ? decisions *
                                                  static_cast<std::size_t>(
                                                      layer.max_rows(RowList::compressed) +
                                                      (both ? layer.max_rows(RowList::full) : 0) +
@@ -169,7 +169,7 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
                                            : 0),
                     replaced = reserve(accumulated_scores ? lists * sizeof(std::int32_t) : 0);
   StagingTiles staging;
-  if (has_scores && !closes) {
+  if (has_scores && !compacts) {
     staging.pieces =
         static_cast<std::int32_t>(((std::min)(scored, list_rows) + kStoreRows - 1) / kStoreRows);
     for (const HeadTiles& tiles : layer.tiles().compressed)
@@ -179,12 +179,13 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
       lists / heads * static_cast<std::size_t>(layer.tables().num_lists) *
       static_cast<std::size_t>(staging.pieces) * static_cast<std::size_t>(staging.piece_bytes));
   const std::size_t segments = static_cast<std::size_t>(layer.tables().max_segments),
-                    going = static_cast<std::size_t>(list_rows + (both ? pinned : 0)),
+                    dropped = static_cast<std::size_t>(list_rows + (both ? pinned : 0)),
                     most_moves =
-                        closes ? (std::min)(static_cast<std::size_t>(scored), segments * going) : 0,
-                    full_moves = both ? going : 0;
+                        compacts ? (std::min)(static_cast<std::size_t>(scored), segments * dropped)
+                                 : 0,
+                    full_moves = both ? dropped : 0;
   const std::size_t moves = reserve(
-                        closes ? lists * (2 * most_moves + segments) * sizeof(std::int32_t) : 0),
+                        compacts ? lists * (2 * most_moves + segments) * sizeof(std::int32_t) : 0),
                     moves_of_full =
                         reserve(both ? lists * (2 * full_moves + 1) * sizeof(std::int32_t) : 0);
   const std::size_t begun = reserve(device_epochs ? kAdaptBatch * sizeof(std::int32_t) : 0),

@@ -44,20 +44,21 @@ __global__ void __launch_bounds__(32 * kFoldWarps)
   if (splits == 0) return;
   const std::size_t lines =
                         static_cast<std::size_t>((kJointLines + step.joint_width) * kJointColumns),
-                    apart = static_cast<std::size_t>(step.joint_chunks) * lines;
+                    split_stride = static_cast<std::size_t>(step.joint_chunks) * lines;
   const float* states =
       step.joint_partial +
       (static_cast<std::size_t>(sequence) * static_cast<std::size_t>(heads / tables.joint_heads) +
        static_cast<std::size_t>(group)) *
-          static_cast<std::size_t>(step.joint_splits) * apart +
+          static_cast<std::size_t>(step.joint_splits) * split_stride +
       static_cast<std::size_t>(chunk) * lines + lane;
   const bool there = column < tables.joint_heads * columns;
   for (int split = warp; split < splits; split += kFoldWarps) {
-    factors[split][lane] = there ? states[static_cast<std::size_t>(split) * apart] : -INFINITY;
+    factors[split][lane] =
+        there ? states[static_cast<std::size_t>(split) * split_stride] : -INFINITY;
 #pragma unroll
     for (int s = 0; s < groups; ++s)
       references[s][split][lane] = there && scale_groups > 0
-                                       ? states[static_cast<std::size_t>(split) * apart +
+                                       ? states[static_cast<std::size_t>(split) * split_stride +
                                                 static_cast<std::size_t>((4 + s) * kJointColumns)]
                                        : 0.0F;
   }
@@ -87,7 +88,7 @@ __global__ void __launch_bounds__(32 * kFoldWarps)
 #pragma unroll
       for (int i = 0; i < at_once * count; ++i)
         values[i / count][i % count] =
-            states[static_cast<std::size_t>(min(first + i / count, splits - 1)) * apart +
+            states[static_cast<std::size_t>(min(first + i / count, splits - 1)) * split_stride +
                    static_cast<std::size_t>(which[i % count] * kJointColumns)];
 #pragma unroll
       for (int i = 0; i < at_once; ++i) {

@@ -40,7 +40,7 @@ constexpr int code_blocks(int max_units, int column_blocks, int groups) {
 /// to whole splits alone.
 ///
 /// 0: the state is too large for that, and the warps of a block share splits.
-__host__ __device__ constexpr int parked_floats(int max_units, int column_blocks) {
+__host__ __device__ constexpr int running_floats(int max_units, int column_blocks) {
   return max_units * column_blocks <= 8 ? 4 * max_units * column_blocks : 0;
 }
 
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
                         int blocks, int stages, int stage_bytes) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
   constexpr int most_stages = code_stages(kind);
-  constexpr int parked_values = parked_floats(max_units, column_blocks);
+  constexpr int running_values = running_floats(max_units, column_blocks);
   __shared__ __align__(8) std::uint64_t barriers[kAttendWarps][most_stages];
   __shared__ uint2 shared_query[kMaxUnits * column_blocks * 32];
   __shared__ __align__(16) float2 gains[kAttendWarps][groups][kCodeRows];
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
   const int own_splits = (splits - block_index + blocks - 1) / blocks,
             rounds = (own_splits + warps - 1) / warps;
   // A split shared by all warps costs the time of about one and a half tiles more.
-  const bool alone = !segmented && parked_values > 0 &&
+  const bool alone = !segmented && running_values > 0 &&
                      2 * rounds * warps * per_chunk <= own_splits * (2 * per_chunk + 3);
   const int first_split = block_index - range.first_split + (alone ? warp * blocks : 0),
             end_split = segmented ? first_split + 1 : splits,
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
                              stage_bytes, kind == CodeRing::tiles ? most_stages : stages);
   // States of the warps lie behind the rings.
   float* const states = reinterpret_cast<float*>(shared_memory + warps * stages * stage_bytes);
-  float* const parked = states + warp * parked_values * 32 + lane;
+  float* const running = states + warp * running_values * 32 + lane;
   PageWalk walk(tables, tables.page_table(RowList::compressed, slot, head), layout, 0);
   Chunk fetched{first_split, first_chunk, 0, 0};
   find_tiles(fetched);
@@ -211,7 +211,8 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
     if constexpr (groups == 2) constants[1][block] = scale.second_constant;
     units[block] = scale.unit;
   }
-  float parked_top[column_blocks], parked_sum[column_blocks], parked_weight[groups][column_blocks];
+  float running_top[column_blocks], running_sum[column_blocks],
+      running_weight[groups][column_blocks];
   Chunk used{first_split, first_chunk, 0, 0};
   for (find_tiles(used); used.split < end_split; next_chunk(used)) {
     float out[column_blocks][max_units][2][2] = {};
@@ -443,36 +444,36 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
 #pragma unroll
       for (int block = 0; block < column_blocks; ++block) {
         const float total = column_sum(sum[block]),
-                    best = begins ? top[block] : fmaxf(parked_top[block], top[block]);
-        const float a = begins ? 0.0F : detail::state_factor(parked_top[block], best),
+                    best = begins ? top[block] : fmaxf(running_top[block], top[block]);
+        const float a = begins ? 0.0F : detail::state_factor(running_top[block], best),
                     b = begins ? 1.0F : detail::state_factor(top[block], best);
-        parked_top[block] = best;
-        parked_sum[block] = begins ? total : detail::fold(parked_sum[block], a, total, b);
+        running_top[block] = best;
+        running_sum[block] = begins ? total : detail::fold(running_sum[block], a, total, b);
 #pragma unroll
         for (int group = 0; group < groups; ++group)
-          parked_weight[group][block] =
+          running_weight[group][block] =
               begins ? weight[group][block]
-                     : detail::fold(parked_weight[group][block], a, weight[group][block], b);
+                     : detail::fold(running_weight[group][block], a, weight[group][block], b);
         if (!ends && begins) {
-          for_each_value(block, [&](int, int place, float value) { parked[place * 32] = value; });
+          for_each_value(block, [&](int, int place, float value) { running[place * 32] = value; });
         } else if (!ends) {
           for_each_value(block, [&](int, int place, float value) {
-            parked[place * 32] = detail::fold(parked[place * 32], a, value, b);
+            running[place * 32] = detail::fold(running[place * 32], a, value, b);
           });
         } else if (block < used_blocks) {
           float* target = step.state(row, step.first_entry(Source::compressed) + used.split,
                                      first_block + block);
           for_each_value(block, [&](int channel, int place, float value) {
             target[(3 + channel) * kBlockColumns + t] =
-                begins ? value : detail::fold(parked[place * 32], a, value, b);
+                begins ? value : detail::fold(running[place * 32], a, value, b);
           });
           if (g == 0) {
             // The key mean shifts all logits of a column equally.
-            target[t] = parked_top[block] + scale_of(block).shift;
-            target[kBlockColumns + t] = parked_sum[block];
-            target[2 * kBlockColumns + t] = parked_weight[0][block];
+            target[t] = running_top[block] + scale_of(block).shift;
+            target[kBlockColumns + t] = running_sum[block];
+            target[2 * kBlockColumns + t] = running_weight[0][block];
             if constexpr (groups == 2)
-              target[(3 + channels) * kBlockColumns + t] = parked_weight[1][block];
+              target[(3 + channels) * kBlockColumns + t] = running_weight[1][block];
           }
         }
       }

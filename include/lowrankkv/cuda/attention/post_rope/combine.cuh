@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kStepThreads, columns == 1 ? 2 : 1)
             entries = coded + full + (step.prompt == nullptr ? 1 : 2);
   // Entries are ordered compressed, full, tail, prompt. Between two entries of a list lie the other
   // blocks of columns.
-  const std::size_t apart = static_cast<std::size_t>(step.blocks) * step.state_floats();
+  const std::size_t entry_stride = static_cast<std::size_t>(step.blocks) * step.state_floats();
   const float* coded_states = joint ? step.joint_state(row, block)
                                     : step.state(row, step.first_entry(Source::compressed), block);
   const float* full_states = step.state(row, step.first_entry(Source::full), block);
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kStepThreads, columns == 1 ? 2 : 1)
     return first + static_cast<std::size_t>(entry < coded          ? entry
                                             : entry < coded + full ? entry - coded
                                                                    : entry - coded - full) *
-                       apart;
+                       entry_stride;
   };
   PartMaps maps;
   if (segments > 0) {
@@ -158,7 +158,8 @@ __global__ void __launch_bounds__(kStepThreads, columns == 1 ? 2 : 1)
   };
   const auto end_of = [&](int part) { return part < sum_parts ? first_of(part + 1) : 0; };
   const auto coded_values = [&](int entry, int channel) {
-    return *reinterpret_cast<const Sums*>(coded_states + static_cast<std::size_t>(entry) * apart +
+    return *reinterpret_cast<const Sums*>(coded_states +
+                                          static_cast<std::size_t>(entry) * entry_stride +
                                           (3 + channel) * kBlockColumns);
   };
   const int first_entry = first_of(thread / together), end_entry = end_of(thread / together);

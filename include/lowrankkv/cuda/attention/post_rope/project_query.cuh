@@ -106,14 +106,14 @@ __device__ inline void project_columns(const float* plain, int blocks, int head_
       }
       __syncthreads();
       const int used = min(width - 16 * base, 16 * kStepWarps) * kBlockColumns,
-                apart = min(share.channel_blocks, kStepWarps) * 16 * kBlockColumns;
+                part_stride = min(share.channel_blocks, kStepWarps) * 16 * kBlockColumns;
       const float* parts = reinterpret_cast<const float*>(scratch);
 #pragma unroll 1
       // A multiple of 64 items.
       for (int item = static_cast<int>(threadIdx.x); item < used; item += kStepThreads) {
         float total = parts[item];
 #pragma unroll 1
-        for (int part = 1; part < share.parts; ++part) total += parts[part * apart + item];
+        for (int part = 1; part < share.parts; ++part) total += parts[part * part_stride + item];
         coded[(block * channels + 16 * base) * kBlockColumns + item] = total;
         float top = fabsf(total);  // lanes of equal lane % 4 have the same column
 #pragma unroll

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units))
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32,
             lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   const int first = static_cast<int>(blockIdx.x) % blocks * warps,
-            apart = blocks * warps;  // in tiles
+            tile_stride = blocks * warps;  // in tiles
   const bool there = index <= step.pair_of(last_column);
   const int rows = there ? tables.num_rows(RowList::compressed, slot, head) : 0,
             tiles = (rows + tile_rows - 1) / tile_rows;
@@ -78,8 +78,8 @@ __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units))
   int coming = first + warp;
   const auto fetch = [&] {
     // A head has keys only.
-    ring.fetch(coming < tiles ? walk.next(apart) : nullptr, layout.bytes);
-    coming += apart;
+    ring.fetch(coming < tiles ? walk.next(tile_stride) : nullptr, layout.bytes);
+    coming += tile_stride;
   };
   for (int stage = 0; stage < kPreRopeStages; ++stage) fetch();
   release_next_kernel();
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units))
                                              column - first_column) +
                                      g
                                : nullptr;
-  for (int tile = first + warp; tile < tiles; tile += apart) {
+  for (int tile = first + warp; tile < tiles; tile += tile_stride) {
     const std::uint8_t* here = ring.wait();
     TilePlaces<steps> places;
     range.find(tile * tile_rows, places);

@@ -20,7 +20,7 @@ LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 /// @brief Which rows of a sequence's scored lists are removed.
-struct GoingRows {
+struct RemovedPositions {
   std::int32_t first = 0, end = 0;  ///< rows of positions [first, end) are removed
   std::int32_t removed = 0;         ///< positions from `end` on decrease by it afterwards
   /// Of the remaining rows only so many stay, those with the largest scores; -1: all stay.
@@ -35,7 +35,7 @@ struct GoingRows {
 /// heads that retain the same rows.
 template <class = void>
 __global__ void __launch_bounds__(kEvictThreads)
-    plan_moves_kernel(LayerEdit tables, int slot, GoingRows going, ListMoves moves) {
+    plan_moves_kernel(LayerEdit tables, int slot, RemovedPositions removal, ListMoves moves) {
   __shared__ detail::PlaceScan::Storage storage;
   __shared__ ScoreSelection selection;
   const int heads = tables.num_heads / static_cast<int>(gridDim.x),
@@ -45,16 +45,16 @@ __global__ void __launch_bounds__(kEvictThreads)
     float accumulated = 0.0F;
     for (int head = leader; head < leader + heads; ++head)
       accumulated += ScoredRows(tables, slot, head).accumulated(row);
-    return score_key(accumulated, stored.position(row), going.pinned);
+    return score_key(accumulated, stored.position(row), removal.pinned);
   };
   const int limit =
-      going.limit +
-      (tables.scores_both() && going.limit >= 0 ? stored.pinned_among(going.pinned) : 0);
+      removal.limit +
+      (tables.scores_both() && removal.limit >= 0 ? stored.pinned_among(removal.pinned) : 0);
   const std::uint64_t smallest = limit < 0 || limit >= stored.count()
                                      ? 0
                                      : smallest_kept(key, stored.count(), limit, selection);
   const auto stays = [&](int row) {
-    return (stored.position(row) < going.first || stored.position(row) >= going.end) &&
+    return (stored.position(row) < removal.first || stored.position(row) >= removal.end) &&
            (smallest == 0 || key(row) >= smallest);
   };
   int kept[2] = {};
@@ -73,9 +73,9 @@ __global__ void __launch_bounds__(kEvictThreads)
       if (head != leader) detail::copy_moves(planned, all.of(head));
       detail::move_numbers(tables, list, slot, head, planned);
       std::int32_t* own_positions = tables.row_positions(list, slot, head);
-      for (int row = thread; row < kept[static_cast<int>(list)] && going.removed > 0;
+      for (int row = thread; row < kept[static_cast<int>(list)] && removal.removed > 0;
            row += kEvictThreads) {
-        if (own_positions[row] >= going.end) own_positions[row] -= going.removed;
+        if (own_positions[row] >= removal.end) own_positions[row] -= removal.removed;
       }
     }
     if (tables.scores_both() && thread == 0)
@@ -120,7 +120,8 @@ inline void reserve_moves(LayerState& layer, int slot) {
 /// be the sequence's own (own_scored_pages()). The host's row counts stay as they were; the
 /// device's change only where both lists are scored.
 template <class = void>
-void retain_rows(LayerState& layer, int slot, const GoingRows& going, cudaStream_t stream) {
+void retain_rows(LayerState& layer, int slot, const RemovedPositions& removal,
+                 cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
   const HostSequence& now = layer.sequence(slot);
   if (tables.scored_rows(now.rows) == 0) return;
@@ -128,7 +129,7 @@ void retain_rows(LayerState& layer, int slot, const GoingRows& going, cudaStream
   const bool joint = tables.scored == RowList::compressed && tables.joint_heads > 0;
   plan_moves_kernel<>
       <<<static_cast<unsigned>(joint ? tables.num_heads / tables.joint_heads : tables.num_heads),
-         kEvictThreads, 0, stream>>>(tables, slot, going, moves);
+         kEvictThreads, 0, stream>>>(tables, slot, removal, moves);
   check(cudaGetLastError(), "plan_moves_kernel");
   for (const RowList list : {RowList::full, RowList::compressed}) {
     if (layer.is_scored(list))

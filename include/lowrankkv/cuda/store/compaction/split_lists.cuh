@@ -17,13 +17,14 @@ namespace cuda {
 
 /// @brief Where positions split the lists of a sequence's heads. Valid while the sequence does not
 /// change.
-class RowCuts {
+class ListBounds {
  public:
   /// @param first   the smallest position that below() may be asked for
   /// @param chosen  values decided which rows are stored how. Then positions are read, if any row
   /// from `first` on has left the tail; this waits for the stream
   /// @param stream  null: waits for the device
-  RowCuts(const LayerState& layer, int slot, std::int64_t first, bool chosen, cudaStream_t stream)
+  ListBounds(const LayerState& layer, int slot, std::int64_t first, bool chosen,
+             cudaStream_t stream)
       : now_(layer.sequence(slot)),
         heads_(layer.tables().num_heads),
         chosen_(chosen),

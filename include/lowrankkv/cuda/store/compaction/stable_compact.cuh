@@ -23,7 +23,7 @@ inline constexpr int kLeastShift = 256;  ///< rows of a list that move at a time
 
 /// @brief The gaps of some lists: rows [begin, end) of each list's `rows` rows are removed. Kernels
 /// take it by value.
-struct ListCuts {
+struct ListGaps {
   static constexpr int kMost = 128;
   std::int32_t first = 0, count = 0;  ///< of the lists: [first, first + count)
   std::int32_t begin[kMost], end[kMost], rows[kMost];
@@ -55,14 +55,14 @@ struct ListShift {
 
   template <bool edits>
   __device__ ListShift(const LayerTables<edits>& tables, int slot, RowList list,
-                       const ListCuts& cuts, int which, const RowShift& shift)
-      : layout(list == RowList::full ? tables.listed : tables.compressed[cuts.first + which]),
-        table(tables.page_table(list, slot, cuts.first + which)),
+                       const ListGaps& gaps, int which, const RowShift& shift)
+      : layout(list == RowList::full ? tables.listed : tables.compressed[gaps.first + which]),
+        table(tables.page_table(list, slot, gaps.first + which)),
         tiles(shift.scratch + static_cast<std::size_t>(which) * shift.stride),
-        gap(cuts.end[which] - cuts.begin[which]),
-        from(cuts.end[which] + shift.first),
-        until(min(cuts.rows[which], from + shift.count)),
-        rows(cuts.rows[which]) {
+        gap(gaps.end[which] - gaps.begin[which]),
+        from(gaps.end[which] + shift.first),
+        until(min(gaps.rows[which], from + shift.count)),
+        rows(gaps.rows[which]) {
     if (gap == 0) until = from;
   }
   /// The staged tile of a source row.
@@ -85,8 +85,8 @@ __device__ inline void copy_tile(const HeadTiles& layout, const std::uint8_t* so
 /// @brief Copies the tiles that hold moving rows to scratch memory. Grid: tiles of a list x lists.
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
-    copy_out_kernel(LayerView tables, int slot, RowList list, ListCuts cuts, RowShift shift) {
-  const detail::ListShift own(tables, slot, list, cuts, static_cast<int>(blockIdx.y), shift);
+    copy_out_kernel(LayerView tables, int slot, RowList list, ListGaps gaps, RowShift shift) {
+  const detail::ListShift own(tables, slot, list, gaps, static_cast<int>(blockIdx.y), shift);
   const int tile = own.from / own.layout.rows + static_cast<int>(blockIdx.x);
   if (own.from >= own.until || tile * own.layout.rows >= own.until) return;
   detail::copy_tile(own.layout, tables.tile(own.table, own.layout, tile),
@@ -97,8 +97,8 @@ __global__ void __launch_bounds__(kStoreThreads)
 /// @brief Puts the rows of the staged tiles to their new places. Grid: tiles of a list x lists.
 template <class = void>
 __global__ void __launch_bounds__(kStoreThreads)
-    stable_compact_kernel(LayerEdit tables, int slot, RowList list, ListCuts cuts, RowShift shift) {
-  const detail::ListShift own(tables, slot, list, cuts, static_cast<int>(blockIdx.y), shift);
+    stable_compact_kernel(LayerEdit tables, int slot, RowList list, ListGaps gaps, RowShift shift) {
+  const detail::ListShift own(tables, slot, list, gaps, static_cast<int>(blockIdx.y), shift);
   const int tile_rows = own.layout.rows, begin = own.from - own.gap, end = own.until - own.gap,
             tile = begin / tile_rows + static_cast<int>(blockIdx.x);
   const int first = max(begin, tile * tile_rows), last = min(end, (tile + 1) * tile_rows);
@@ -119,16 +119,16 @@ __global__ void __launch_bounds__(kStoreThreads)
 
 /// @brief How many rows behind the gaps of lists move at a time: as many as kShiftBytes hold, but
 /// at least kLeastShift. RowShift::scratch stays null.
-inline RowShift shift_of(const LayerState& layer, RowList list, const ListCuts& cuts) {
+inline RowShift shift_of(const LayerState& layer, RowList list, const ListGaps& gaps) {
   std::size_t row_bytes = 1;  // of the largest list
-  for (int i = 0; i < cuts.count; ++i) {
-    const HeadTiles& layout = layer.layout(list, cuts.first + i);
+  for (int i = 0; i < gaps.count; ++i) {
+    const HeadTiles& layout = layer.layout(list, gaps.first + i);
     row_bytes = (std::max)(row_bytes, static_cast<std::size_t>(layout.bytes / layout.rows));
   }
-  const std::int64_t most = (cuts.most_behind() + kStoreRows - 1) / kStoreRows * kStoreRows,
+  const std::int64_t most = (gaps.most_behind() + kStoreRows - 1) / kStoreRows * kStoreRows,
                      wanted =
                          static_cast<std::int64_t>(
-                             kShiftBytes / (static_cast<std::size_t>(cuts.count) * row_bytes)) /
+                             kShiftBytes / (static_cast<std::size_t>(gaps.count) * row_bytes)) /
                          kStoreRows * kStoreRows;
   RowShift shift;
   shift.count =
@@ -140,30 +140,30 @@ inline RowShift shift_of(const LayerState& layer, RowList list, const ListCuts& 
 
 /// @brief Reserves the scratch memory of stable_compact(). If there was less, allocates it and
 /// waits.
-inline void reserve_stable_compact(const LayerState& layer, RowList list, const ListCuts& cuts) {
-  if (cuts.most_behind() > 0)
-    layer.pool().scratch(static_cast<std::size_t>(cuts.count) * shift_of(layer, list, cuts).stride);
+inline void reserve_stable_compact(const LayerState& layer, RowList list, const ListGaps& gaps) {
+  if (gaps.most_behind() > 0)
+    layer.pool().scratch(static_cast<std::size_t>(gaps.count) * shift_of(layer, list, gaps).stride);
 }
 
 /// @brief Enqueues the moves that make rows [end, rows) of each list rows [begin, ...). The caller
 /// has reserved scratch memory (reserve_stable_compact()), and the pages are the sequence's own.
 template <class = void>
-void stable_compact(const LayerState& layer, int slot, RowList list, const ListCuts& cuts,
+void stable_compact(const LayerState& layer, int slot, RowList list, const ListGaps& gaps,
                     cudaStream_t stream) {
-  const int most = cuts.most_behind();
+  const int most = gaps.most_behind();
   if (most == 0) return;
-  RowShift shift = shift_of(layer, list, cuts);
-  shift.scratch = layer.pool().scratch(static_cast<std::size_t>(cuts.count) * shift.stride);
+  RowShift shift = shift_of(layer, list, gaps);
+  shift.scratch = layer.pool().scratch(static_cast<std::size_t>(gaps.count) * shift.stride);
   int tile_rows = kStoreRows;  // the fewest
-  for (int i = 0; i < cuts.count; ++i)
-    tile_rows = (std::min)(tile_rows, static_cast<int>(layer.layout(list, cuts.first + i).rows));
+  for (int i = 0; i < gaps.count; ++i)
+    tile_rows = (std::min)(tile_rows, static_cast<int>(layer.layout(list, gaps.first + i).rows));
   const dim3 grid(static_cast<unsigned>(shift.count / tile_rows + 1),
-                  static_cast<unsigned>(cuts.count));
+                  static_cast<unsigned>(gaps.count));
   for (; shift.first < most; shift.first += shift.count) {
-    copy_out_kernel<><<<grid, kStoreThreads, 0, stream>>>(layer.tables(), slot, list, cuts, shift);
+    copy_out_kernel<><<<grid, kStoreThreads, 0, stream>>>(layer.tables(), slot, list, gaps, shift);
     check(cudaGetLastError(), "copy_out_kernel");
     stable_compact_kernel<>
-        <<<grid, kStoreThreads, 0, stream>>>(layer.tables(), slot, list, cuts, shift);
+        <<<grid, kStoreThreads, 0, stream>>>(layer.tables(), slot, list, gaps, shift);
     check(cudaGetLastError(), "stable_compact_kernel");
   }
 }
