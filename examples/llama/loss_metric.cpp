@@ -48,9 +48,13 @@ void use_loss_metric(const Engine& engine, const std::vector<std::int32_t>& ids,
   for (const lowrankkv::Rope form : forms) {
     calibration.outputs(form).clear();
     for (auto& layer : calibration.of(form)) {
-      if (options.combine) calibration.outputs(form).push_back(std::move(layer.coding()));
-      layer.coding() =
-          lowrankkv::calibrate::CodingStatistics(config.cache_shape(), config.rope(form), kSinks);
+      const lowrankkv::calibrate::CodingStatistics none(config.cache_shape(), config.rope(form),
+                                                        kSinks);
+      // A run that goes on has gradients there; the checkpoint has the outputs.
+      const bool outputs = layer.coding().metric() == lowrankkv::calibrate::CodingMetric::output;
+      if (options.combine)
+        calibration.outputs(form).push_back(outputs ? std::move(layer.coding()) : none);
+      layer.coding() = none;
       if (options.sinks) layer.coding().gather_sinks();
     }
   }
