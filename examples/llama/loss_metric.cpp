@@ -40,9 +40,10 @@ void use_loss_metric(const Engine& engine, const std::string& text, std::int64_t
       std::clamp<std::int64_t>(std::min(max_tokens, size) / length, 1, size / length);
   const std::vector<lowrankkv::Rope> forms = {lowrankkv::Rope::post, lowrankkv::Rope::pre};
   for (const lowrankkv::Rope form : forms) {
-    for (auto& layer : calibration.of(form))
-      layer.coding() =
-          lowrankkv::calibrate::CodingStatistics(config.cache_shape(), config.rope(form), kSinks);
+    auto& layers = calibration.of(form);
+    for (std::size_t i = 0; i < layers.size(); ++i)
+      layers[i].coding() = lowrankkv::calibrate::CodingStatistics(
+          config.cache_shape(), config.rope(form, static_cast<int>(i)), kSinks);
   }
   const std::int64_t copies = length / 4;
   std::mt19937_64 random(1);
