@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Back-propagation through a Llama block: RMSNorm, rotary attention with grouped heads, SwiGLU, and
-// a head that may be the embedding. Gradients are with respect to keys and values; the weights are
-// given. d_x is the gradient of the loss with respect to x, shaped like x.
+// Back-propagation through a Llama block: RMSNorm, rotary attention with grouped heads that may
+// have norms of their own, SwiGLU, and a head that may be the embedding. Gradients are with respect
+// to keys and values; the weights are given. d_x is the gradient of the loss with respect to x,
+// shaped like x.
 #include <Eigen/Core>
 #include <algorithm>
 #include <cmath>
@@ -127,6 +128,15 @@ class GroupAttention {
 struct Kept {
   std::vector<float> in, middle;  // residual stream before attention, and behind it
   std::vector<float> query, key, pre_rope_key, value, attended;
+
+  void keep(const Projected& rows, std::int64_t n, const Config& config) {
+    const std::int64_t query_size = n * config.num_qo_heads * config.head_dim;
+    const std::int64_t key_size = n * config.num_kv_heads * config.head_dim;
+    query.assign(rows.query, rows.query + query_size);
+    key.assign(rows.key, rows.key + key_size);
+    pre_rope_key.assign(rows.pre_rope_key, rows.pre_rope_key + key_size);
+    value.assign(rows.value, rows.value + key_size);
+  }
 };
 
 // Gate and up projections g, u: a = silu(g) u. d_a, g and u become d_g (in g) and d_u (in u).
@@ -206,6 +216,16 @@ void Model::add_mlp_gradient(const Layer& layer, const float* x, std::int64_t n,
   add_rms_norm_gradient(x, d_normed.data(), n, hidden, layer.mlp_norm, config_.rms_norm_eps, d_x);
 }
 
+void Model::head_norm_gradient(const Linear& projection, const std::vector<float>& gain,
+                               const float* normed, std::int64_t n, int heads,
+                               std::vector<float>& gradient) const {
+  std::vector<float> rows(gradient.size()), before(gradient.size(), 0.0F);
+  apply(projection, normed, n, rows.data());
+  add_rms_norm_gradient(rows.data(), gradient.data(), n * heads, config_.head_dim, gain,
+                        config_.rms_norm_eps, before.data());
+  gradient.swap(before);
+}
+
 double Model::loss_gradients(const std::vector<std::int32_t>& tokens, const Labels& labels,
                              const GradientObserver& observe) const {
   const std::int64_t n = static_cast<std::int64_t>(tokens.size());
@@ -225,16 +245,11 @@ double Model::loss_gradients(const std::vector<std::int32_t>& tokens, const Labe
       tokens, 0,
       [&](int layer, const Projected& rows, float* out) {
         Kept& own = kept[static_cast<std::size_t>(layer)];
-        const std::int64_t query_size = n * config_.num_qo_heads * config_.head_dim;
-        const std::int64_t key_size = n * config_.num_kv_heads * config_.head_dim;
-        own.query.assign(rows.query, rows.query + query_size);
-        own.key.assign(rows.key, rows.key + key_size);
-        own.pre_rope_key.assign(rows.pre_rope_key, rows.pre_rope_key + key_size);
-        own.value.assign(rows.value, rows.value + key_size);
+        own.keep(rows, n, config_);
         for_each_group([&](const GroupAttention& group) {
           group.forward(rows.query, rows.key, rows.value, out);
         });
-        own.attended.assign(out, out + query_size);
+        own.attended.assign(out, out + own.query.size());
       },
       [&](int layer, std::int64_t, const float* rows) {
         kept[static_cast<std::size_t>(layer)].middle.assign(rows, rows + width);
@@ -251,29 +266,35 @@ double Model::loss_gradients(const std::vector<std::int32_t>& tokens, const Labe
 
   auto [cosines, sines] = angles(0, n);
   for (float& sine : sines) sine = -sine;  // gradients are rotated back
-  std::vector<float> d_query, d_key, d_pre_rope_key, d_value, d_attended;
   for (std::size_t i = layers_.size(); i-- > 0;) {
     const Layer& layer = layers_[i];
     Kept& own = kept[i];
     add_mlp_gradient(layer, own.middle.data(), n, d_x.data());
-    d_attended.resize(own.query.size());
-    d_query.resize(own.query.size());
-    d_key.resize(own.key.size());
-    d_value.resize(own.value.size());
+    std::vector<float> d_attended(own.query.size()), d_query(d_attended.size());
+    std::vector<float> d_key(own.key.size()), d_value(d_key.size());
     apply_transposed(layer.output, d_x.data(), n, d_attended.data());
     for_each_group([&](const GroupAttention& group) {
       group.backward(own.query.data(), own.key.data(), own.value.data(), own.attended.data(),
                      d_attended.data(), d_query.data(), d_key.data(), d_value.data());
     });
-    d_pre_rope_key = d_key;
-    rotate(d_query.data(), n, config_.num_qo_heads, cosines, sines);
-    rotate(d_pre_rope_key.data(), n, config_.num_kv_heads, cosines, sines);
+    std::vector<float> d_pre_rope_key = d_key;
+    if (config_.rotates(static_cast<int>(i))) {
+      rotate(d_query.data(), n, config_.num_qo_heads, cosines, sines);
+      rotate(d_pre_rope_key.data(), n, config_.num_kv_heads, cosines, sines);
+    }
     observe(static_cast<int>(i), n,
             {{own.query.data(), own.key.data(), own.value.data(), own.pre_rope_key.data()},
              d_key.data(),
              d_pre_rope_key.data(),
              d_value.data()});
     if (i > 0) {
+      if (config_.head_norms) {
+        rms_norm(own.in.data(), n, hidden, layer.attention_norm, epsilon, d_normed.data());
+        head_norm_gradient(layer.query, layer.query_norm, d_normed.data(), n, config_.num_qo_heads,
+                           d_query);
+        head_norm_gradient(layer.key, layer.key_norm, d_normed.data(), n, config_.num_kv_heads,
+                           d_pre_rope_key);
+      }
       apply_transposed(layer.query, d_query.data(), n, d_normed.data());
       apply_transposed(layer.key, d_pre_rope_key.data(), n, d_normed.data(), true);
       apply_transposed(layer.value, d_value.data(), n, d_normed.data(), true);

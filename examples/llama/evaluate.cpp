@@ -214,6 +214,21 @@ std::vector<Eigen::MatrixXd> output_grams(const Engine& engine, int layer) {
   return grams;
 }
 
+/// Empty statistics of all layers. A bundle names one rotary embedding, that of the layers that
+/// have one; the rows of others are taken as they are.
+std::vector<lowrankkv::calibrate::LayerMoments> empty_moments(const Config& config,
+                                                              lowrankkv::Rope keys) {
+  std::vector<lowrankkv::calibrate::LayerMoments> moments(
+      static_cast<std::size_t>(config.num_layers),
+      lowrankkv::calibrate::LayerMoments(config.cache_shape(), config.rope(keys)));
+  for (int layer = 0; layer < config.num_layers; ++layer) {
+    if (!config.rotates(layer))
+      moments[static_cast<std::size_t>(layer)].coding() =
+          lowrankkv::calibrate::CodingStatistics(config.cache_shape(), config.rope(keys, layer));
+  }
+  return moments;
+}
+
 /// Shows a layer's statistics, of every form of the keys, the rows of a window of n tokens.
 /// @param moments  so many rows enter the moments; 0: coding statistics alone
 /// @param context  so many rows are those that coding statistics take as compressed; 0: none of
@@ -305,10 +320,7 @@ Calibration calibrate(const Engine& engine, const Ids& ids, int window_tokens,
   const Config& config = engine.model.config();
   const int layers = config.num_layers;
   Calibration calibration;
-  for (const lowrankkv::Rope keys : forms)
-    calibration.of(keys).assign(
-        static_cast<std::size_t>(layers),
-        lowrankkv::calibrate::LayerMoments(config.cache_shape(), config.rope(keys)));
+  for (const lowrankkv::Rope keys : forms) calibration.of(keys) = empty_moments(config, keys);
   const bool coding = metric == lowrankkv::calibrate::CodingMetric::output;
   for (int layer = 0; coding && layer < layers; ++layer) {
     const auto grams = output_grams(engine, layer);
@@ -370,9 +382,11 @@ Calibration calibrate(const Engine& engine, const Ids& ids, int window_tokens,
 std::vector<lowrankkv::calibrate::LayerMoments> calibrate_from_weights(const Engine& engine) {
   namespace calibrate = lowrankkv::calibrate;
   const Config& config = engine.model.config();
-  std::vector<calibrate::LayerMoments> moments(
-      static_cast<std::size_t>(config.num_layers),
-      calibrate::LayerMoments(config.cache_shape(), config.rope(lowrankkv::Rope::pre)));
+  if (config.head_norms)
+    throw std::runtime_error(
+        "calibration from weights: the model's queries and keys have norms of each head, whose "
+        "statistics need a text");
+  std::vector<calibrate::LayerMoments> moments = empty_moments(config, lowrankkv::Rope::pre);
   for (int layer = 0; layer < config.num_layers; ++layer) {
     const std::vector<float>& gain = engine.model.attention_gain(layer);
     const Eigen::VectorXd squares =

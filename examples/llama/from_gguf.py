@@ -5,8 +5,8 @@
 usage: from_gguf.py MODEL.gguf FOLDER
 
 Writes config.json, generation_config.json, model.safetensors (f16) and tokenizer.json. Known are the architectures
-llama and qwen2, with a byte-level BPE tokenizer whose cut into words is one of those below; anything else is refused by
-name. Packages: gguf, numpy, safetensors, tokenizers.
+llama, qwen2 and qwen3, with a byte-level BPE tokenizer whose cut into words is one of those below; anything else is
+refused by name. Packages: gguf, numpy, safetensors, tokenizers.
 """
 import argparse
 import json
@@ -18,10 +18,12 @@ from gguf import GGUFReader, dequantize
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-# architecture of the file -> (model_type, architectures, the config says whether q, k, v have biases)
-ARCHITECTURES = {"llama": ("llama", "LlamaForCausalLM"), "qwen2": ("qwen2", "Qwen2ForCausalLM")}
+# architecture of the file -> (model_type, architectures)
+ARCHITECTURES = {"llama": ("llama", "LlamaForCausalLM"), "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+                 "qwen3": ("qwen3", "Qwen3ForCausalLM")}
 OF_LAYER = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
             "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+            "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
             "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 OF_MODEL = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight",
             "output.weight": "lm_head.weight"}
@@ -106,10 +108,9 @@ def write_config(meta: dict, names: set, out: pathlib.Path) -> None:
               "rms_norm_eps": float(f"{get('attention.layer_norm_rms_epsilon'):.6g}"),
               "rope_theta": float(get("rope.freq_base")), "rope_scaling": None,
               "tie_word_embeddings": "lm_head.weight" not in names, "torch_dtype": "float16", **ids}
-    if architecture == "llama":
-        config.update(attention_bias=any(name.endswith("q_proj.bias") for name in names), mlp_bias=False)
-    else:
-        config.update(use_sliding_window=False)
+    if architecture != "qwen2":
+        config.update(attention_bias=any(name.endswith("q_proj.bias") for name in names))
+    config.update({"mlp_bias": False} if architecture == "llama" else {"use_sliding_window": False})
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (out / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
 

@@ -47,15 +47,16 @@ void use_loss_metric(const Engine& engine, const std::vector<std::int32_t>& ids,
   const std::vector<lowrankkv::Rope> forms = {lowrankkv::Rope::post, lowrankkv::Rope::pre};
   for (const lowrankkv::Rope form : forms) {
     calibration.outputs(form).clear();
-    for (auto& layer : calibration.of(form)) {
-      const lowrankkv::calibrate::CodingStatistics none(config.cache_shape(), config.rope(form),
-                                                        kSinks);
+    auto& layers = calibration.of(form);
+    for (std::size_t i = 0; i < layers.size(); ++i) {
+      auto& coding = layers[i].coding();
+      const lowrankkv::calibrate::CodingStatistics none(
+          config.cache_shape(), config.rope(form, static_cast<int>(i)), kSinks);
       // A run that goes on has gradients there; the checkpoint has the outputs.
-      const bool outputs = layer.coding().metric() == lowrankkv::calibrate::CodingMetric::output;
-      if (options.combine)
-        calibration.outputs(form).push_back(outputs ? std::move(layer.coding()) : none);
-      layer.coding() = none;
-      if (options.sinks) layer.coding().gather_sinks();
+      const bool outputs = coding.metric() == lowrankkv::calibrate::CodingMetric::output;
+      if (options.combine) calibration.outputs(form).push_back(outputs ? std::move(coding) : none);
+      coding = none;
+      if (options.sinks) coding.gather_sinks();
     }
   }
   const std::int64_t copies = length / 4;

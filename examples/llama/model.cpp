@@ -26,6 +26,8 @@ using RowMajor = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::Row
 constexpr std::int64_t kMostFeatures = std::int64_t{1} << 24;
 constexpr std::int64_t kMostHeads = std::int64_t{1} << 14;
 constexpr std::int64_t kMostIds = std::numeric_limits<std::int32_t>::max();
+// Tokens that transformers lets a Mistral model see where its file does not say.
+constexpr std::int64_t kMistralWindow = 4096;
 
 int count_of(const JsonValue& file, const char* field, std::int64_t most) {
   return static_cast<int>(file.at(field).integer(1, most));
@@ -48,7 +50,7 @@ std::vector<std::int32_t> end_ids(const JsonValue& file, int vocabulary_size) {
 }
 
 // The families of models that the engine knows, by model_type and by the class in architectures.
-enum class Family { llama, mistral, qwen2 };
+enum class Family { llama, mistral, qwen2, qwen3, smollm3 };
 struct FamilyNames {
   Family family;
   const char* model_type;
@@ -56,7 +58,9 @@ struct FamilyNames {
 };
 constexpr FamilyNames kFamilies[] = {{Family::llama, "llama", "LlamaForCausalLM"},
                                      {Family::mistral, "mistral", "MistralForCausalLM"},
-                                     {Family::qwen2, "qwen2", "Qwen2ForCausalLM"}};
+                                     {Family::qwen2, "qwen2", "Qwen2ForCausalLM"},
+                                     {Family::qwen3, "qwen3", "Qwen3ForCausalLM"},
+                                     {Family::smollm3, "smollm3", "SmolLM3ForCausalLM"}};
 
 Family family_of(const JsonValue& file) {
   const auto find = [](const JsonValue& value, auto member) {
@@ -88,8 +92,41 @@ Family family_of(const JsonValue& file) {
 void check_no_window(const JsonValue& file, Family family) {
   if (family == Family::mistral && file.has("sliding_window"))
     file.at("sliding_window").fail("null: attention to all tokens");
-  if (family == Family::qwen2 && flag_of(file, "use_sliding_window"))
+  if (family == Family::mistral && !file.object().contains("sliding_window") &&
+      file.has("max_position_embeddings") &&
+      file.at("max_position_embeddings").integer(1, kMostIds) > kMistralWindow)
+    file.at("max_position_embeddings")
+        .fail("at most " + std::to_string(kMistralWindow) +
+              ", the window of a Mistral model whose file has no sliding_window: null");
+  const bool switched =
+      family == Family::qwen2 || family == Family::qwen3 || family == Family::smollm3;
+  if (switched && flag_of(file, "use_sliding_window"))
     file.at("use_sliding_window").fail("false: attention to all tokens");
+  if (!file.has("layer_types")) return;
+  const JsonValue types = file.at("layer_types");
+  for (std::size_t i = 0; i < types.size(); ++i) {
+    if (types.at(i).text() != "full_attention")
+      types.at(i).fail("full_attention: attention to all tokens");
+  }
+}
+
+// SmolLM3 leaves the rotary embedding out of some layers: those with a 0 in no_rope_layers, or
+// every no_rope_layer_interval-th.
+std::vector<bool> rotary_layers_of(const JsonValue& file, int num_layers) {
+  std::vector<bool> rotary(static_cast<std::size_t>(num_layers), true);
+  if (file.has("no_rope_layers")) {
+    const JsonValue list = file.at("no_rope_layers");
+    if (list.size() < rotary.size())
+      list.fail("an entry for each of " + std::to_string(num_layers) + " layers");
+    for (std::size_t i = 0; i < rotary.size(); ++i) rotary[i] = list.at(i).integer(0, 1) == 1;
+    return rotary;
+  }
+  const std::size_t interval =
+      file.has("no_rope_layer_interval")
+          ? static_cast<std::size_t>(file.at("no_rope_layer_interval").integer(1, kMostFeatures))
+          : 4;
+  for (std::size_t i = interval - 1; i < rotary.size(); i += interval) rotary[i] = false;
+  return rotary;
 }
 
 void check_form(const JsonValue& file) {
@@ -121,22 +158,27 @@ void check_ropes_agree(const JsonValue& parameters, const JsonValue& scaling) {
   }
 }
 
-std::vector<double> frequencies_of(const JsonValue& file, int head_dim) {
+// theta: where the file names none
+std::vector<double> frequencies_of(const JsonValue& file, int head_dim, double theta) {
   const nlohmann::json none = nlohmann::json::object();
   const bool both = file.has("rope_parameters") && file.has("rope_scaling");
   if (both) check_ropes_agree(file.at("rope_parameters"), file.at("rope_scaling"));
   const JsonValue rope = file.has("rope_parameters") ? file.at("rope_parameters")
                          : file.has("rope_scaling")  ? file.at("rope_scaling")
                                                      : JsonValue(file.file(), none);
-  double theta = 10000.0;
+  for (const auto& [key, value] : rope.object().items()) {
+    if (value.is_object()) rope.at(key).fail("no object: one rotary embedding for all layers");
+  }
   if (file.has("rope_theta")) theta = file.at("rope_theta").positive();
   if (rope.has("rope_theta")) {
     if (file.has("rope_theta") && rope.at("rope_theta").positive() != theta)
       rope.at("rope_theta").fail(file.at("rope_theta").json().dump() + " as in rope_theta");
     theta = rope.at("rope_theta").positive();
   }
-  if (rope.has("partial_rotary_factor") && rope.at("partial_rotary_factor").positive() != 1.0)
-    rope.at("partial_rotary_factor").fail("1");
+  for (const JsonValue& place : {file, rope}) {
+    if (place.has("partial_rotary_factor") && place.at("partial_rotary_factor").positive() != 1.0)
+      place.at("partial_rotary_factor").fail("1");
+  }
   std::vector<double> frequencies = lowrankkv::rope_frequencies(head_dim, theta);
   const std::string type = rope_type(rope);
   if (type == "llama3") {
@@ -315,13 +357,18 @@ Config::Config(const JsonValue& file) {
   intermediate_size = count_of(file, "intermediate_size", kMostFeatures);
   num_layers = count_of(file, "num_hidden_layers", kMostFeatures);
   num_qo_heads = count_of(file, "num_attention_heads", kMostHeads);
-  num_kv_heads = file.has("num_key_value_heads") ? count_of(file, "num_key_value_heads", kMostHeads)
-                                                 : num_qo_heads;
+  // Where the file names no number, transformers has one for each of these families.
+  const bool stated = family == Family::qwen3 || family == Family::smollm3;
+  num_kv_heads = stated || file.has("num_key_value_heads")
+                     ? count_of(file, "num_key_value_heads", kMostHeads)
+                     : num_qo_heads;
   if (num_qo_heads % num_kv_heads != 0)
     file.at("num_key_value_heads")
         .fail("a divisor of num_attention_heads, " + std::to_string(num_qo_heads));
   if (file.has("head_dim")) {
     head_dim = count_of(file, "head_dim", kMostHeads);
+  } else if (family == Family::qwen3) {
+    head_dim = 128;  // as in transformers, whatever the other sizes are
   } else {
     if (hidden_size % num_qo_heads != 0)
       file.at("hidden_size")
@@ -340,15 +387,19 @@ Config::Config(const JsonValue& file) {
   if (file.has("max_position_embeddings"))
     max_positions = count_of(file, "max_position_embeddings", kMostIds);
   rms_norm_eps = file.at("rms_norm_eps").positive_f32();
-  tied_head = flag_of(file, "tie_word_embeddings");
+  tied_head = file.has("tie_word_embeddings") ? file.at("tie_word_embeddings").flag()
+                                              : family == Family::smollm3;
   // Qwen2's projections of queries, keys and values have biases, whatever its file says of others.
   attention_bias = family == Family::qwen2 || flag_of(file, "attention_bias");
   output_bias = family != Family::qwen2 && attention_bias;
   mlp_bias = flag_of(file, "mlp_bias");
+  head_norms = family == Family::qwen3;
   if (file.has("bos_token_id"))
     bos = static_cast<std::int32_t>(file.at("bos_token_id").integer(0, vocabulary_size - 1));
   eos = end_ids(file, vocabulary_size);
-  rope_frequencies = frequencies_of(file, head_dim);
+  rope_frequencies =
+      frequencies_of(file, head_dim, family == Family::smollm3 ? 2000000.0 : 10000.0);
+  if (family == Family::smollm3) rotary_layers = rotary_layers_of(file, num_layers);
 }
 
 Model::Model(const std::string& folder, std::shared_ptr<lowrankkv::cpu::ThreadPool> threads)
@@ -399,6 +450,10 @@ Model::Model(const std::string& folder, std::shared_ptr<lowrankkv::cpu::ThreadPo
     layer.query = attention(prefix + "self_attn.q_proj", hidden, query_width);
     layer.key = attention(prefix + "self_attn.k_proj", hidden, key_width);
     layer.value = attention(prefix + "self_attn.v_proj", hidden, key_width);
+    if (config_.head_norms) {
+      layer.query_norm = weights.take(prefix + "self_attn.q_norm.weight", {config_.head_dim});
+      layer.key_norm = weights.take(prefix + "self_attn.k_norm.weight", {config_.head_dim});
+    }
     layer.output = output(prefix + "self_attn.o_proj", query_width, hidden);
     layer.gate = mlp(prefix + "mlp.gate_proj", hidden, config_.intermediate_size);
     layer.up = mlp(prefix + "mlp.up_proj", hidden, config_.intermediate_size);
@@ -547,9 +602,17 @@ std::vector<float> Model::forward(const std::vector<std::int32_t>& tokens, std::
     apply(layer.query, normed.data(), n, query.data());
     apply(layer.key, normed.data(), n, key.data());
     apply(layer.value, normed.data(), n, value.data());
+    if (config_.head_norms) {
+      rms_norm(query.data(), n * config_.num_qo_heads, config_.head_dim, layer.query_norm,
+               config_.rms_norm_eps, query.data());
+      rms_norm(key.data(), n * config_.num_kv_heads, config_.head_dim, layer.key_norm,
+               config_.rms_norm_eps, key.data());
+    }
     pre_rope_key = key;
-    rotate(query.data(), n, config_.num_qo_heads, cosines, sines);
-    rotate(key.data(), n, config_.num_kv_heads, cosines, sines);
+    if (config_.rotates(i)) {
+      rotate(query.data(), n, config_.num_qo_heads, cosines, sines);
+      rotate(key.data(), n, config_.num_kv_heads, cosines, sines);
+    }
     attention(i, {query.data(), key.data(), value.data(), pre_rope_key.data()}, attended.data());
     apply(layer.output, attended.data(), n, delta.data());
     Eigen::Map<Eigen::ArrayXf>(x.data(), n * hidden) +=

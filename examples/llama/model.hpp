@@ -29,13 +29,15 @@ struct Config {
   int vocabulary_size = 0;
   int max_positions = 2048;
   float rms_norm_eps = 1e-5F;
-  bool tied_head = false;         // the head is the embedding
-  bool attention_bias = false;    // of query, key and value projections
-  bool output_bias = false;       // of the output projection
-  bool mlp_bias = false;          // of gate, up and down projections
-  std::int32_t bos = -1;          // none
+  bool tied_head = false;       // the head is the embedding
+  bool attention_bias = false;  // of query, key and value projections
+  bool output_bias = false;     // of the output projection
+  bool mlp_bias = false;        // of gate, up and down projections
+  bool head_norms = false;      // each head's queries and keys have an RMSNorm before the rotation
+  std::int32_t bos = -1;        // none
   std::vector<std::int32_t> eos;  // end a text; a Model's are generation_config.json's, if there
   std::vector<double> rope_frequencies;
+  std::vector<bool> rotary_layers;  // whether a layer has a rotary embedding; empty: all have
 
   /// Reads config.json. Throws std::runtime_error naming what is missing or not supported.
   explicit Config(const std::string& path);
@@ -43,9 +45,19 @@ struct Config {
   explicit Config(const JsonValue& file);
   Config() = default;
   lowrankkv::CacheShape cache_shape() const { return {num_qo_heads, num_kv_heads, head_dim}; }
-  /// What a cache that stores keys in this form must know.
+  /// Whether queries and keys of a layer are rotated to their positions.
+  bool rotates(int layer) const {
+    return rotary_layers.empty() || rotary_layers[static_cast<std::size_t>(layer)];
+  }
+  /// What a cache that stores keys in this form must know; of the layers that rotate them.
   lowrankkv::RopeConfig rope(lowrankkv::Rope keys) const {
     return {.keys = keys, .frequencies = rope_frequencies};
+  }
+  /// The same of one layer: where it does not rotate, all frequencies are 0.
+  lowrankkv::RopeConfig rope(lowrankkv::Rope keys, int layer) const {
+    lowrankkv::RopeConfig config = rope(keys);
+    if (!rotates(layer)) config.frequencies.assign(rope_frequencies.size(), 0.0);
+    return config;
   }
 };
 
@@ -63,7 +75,8 @@ void rms_norm(const float* in, std::int64_t rows, int width, const std::vector<f
 
 /// What some new tokens bring to the attention of a layer, dense: queries [n, num_qo_heads,
 /// head_dim], keys and values [n, num_kv_heads, head_dim]; queries and keys rotated to their
-/// positions, keys as they were before, too.
+/// positions, keys as they were before, too. Both forms of keys are the same in layers that do not
+/// rotate.
 struct Projected {
   const float* query = nullptr;
   const float* key = nullptr;
@@ -132,7 +145,8 @@ class Model {
   /// The loss of a text from position 0 on: the sum over its rows of -log probability of their
   /// labels, in nats; and its gradient with respect to every key and value, by back-propagation
   /// through all layers (backward.cpp). Softmax attention is exact. A product with every weight
-  /// costs three times as much as in forward(); memory: 6 rows of hidden_size a layer and token.
+  /// costs three times as much as in forward(), four times with queries and keys that have norms;
+  /// memory: 6 rows of hidden_size a layer and token.
   double loss_gradients(const std::vector<std::int32_t>& tokens, const Labels& labels,
                         const GradientObserver& observe) const;
   /// Logits [n, vocabulary_size] of hidden rows [first_row, first_row + n).
@@ -142,6 +156,7 @@ class Model {
  private:
   struct Layer {
     std::vector<float> attention_norm, mlp_norm;
+    std::vector<float> query_norm, key_norm;  // of each head [head_dim], or empty
     Linear query, key, value, output, gate, up, down;
   };
   void apply(const Linear& linear, const float* in, std::int64_t rows, float* out) const;
@@ -161,6 +176,11 @@ class Model {
                                                            std::int64_t n) const;
   void rotate(float* rows, std::int64_t tokens, int heads, const std::vector<float>& cosines,
               const std::vector<float>& sines) const;
+  /// On entry the gradient of the heads' rows behind their norm [n, heads, head_dim], on return
+  /// that of what `projection` made of the layer's input `normed`. A product with its weight.
+  void head_norm_gradient(const Linear& projection, const std::vector<float>& gain,
+                          const float* normed, std::int64_t n, int heads,
+                          std::vector<float>& gradient) const;
 
   Config config_;
   std::shared_ptr<lowrankkv::cpu::ThreadPool> threads_;

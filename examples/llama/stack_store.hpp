@@ -2,6 +2,7 @@
 // From a preset of the library to a KvStore, and what all methods are built from.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <stdexcept>
 #include <type_traits>
@@ -120,11 +121,40 @@ class DeviceStore final : public KvStore {
   bool pre_rope_ = false;
 };
 
+/// Two stores of one model: of the layers whose keys are rotated when they are read, and of the
+/// layers without a rotary embedding, whose keys are stored as they are.
+class SplitStore final : public KvStore {
+ public:
+  /// @param rotary  of every layer of the model, whether it is in `rotated`
+  SplitStore(std::unique_ptr<KvStore> rotated, std::unique_ptr<KvStore> still,
+             const std::vector<bool>& rotary);
+  void create(lowrankkv::SequenceId seq) override;
+  void erase(lowrankkv::SequenceId seq) override;
+  void prefill(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows,
+               float* out) override;
+  void ingest(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows) override;
+  void decode(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows,
+              float* out) override;
+  void maintain(lowrankkv::SequenceId seq) override;
+  lowrankkv::MemoryUsage memory(lowrankkv::SequenceId seq) const override;
+  lowrankkv::MemoryUsage memory() const override;
+  std::int64_t num_tokens(lowrankkv::SequenceId seq) const override;
+
+ private:
+  struct Place {
+    KvStore* store;
+    int layer;  // of that store
+  };
+  const Place& at(int layer) const { return places_[static_cast<std::size_t>(layer)]; }
+  std::unique_ptr<KvStore> rotated_, still_;
+  std::vector<Place> places_;
+};
+
 /// What the command line asks for, and the model that it is for.
 struct Recipe {
   const MethodOptions& options;
   lowrankkv::CacheConfig config;
-  int num_layers = 0;
+  const Config& model;
   const std::vector<lowrankkv::calibrate::LayerMoments>& moments;
   const std::shared_ptr<lowrankkv::cpu::ThreadPool>& threads;
 
@@ -138,22 +168,42 @@ struct Recipe {
   template <class Cache>
   std::unique_ptr<KvStore> store(std::vector<lowrankkv::LayerBasis> bases,
                                  const typename Cache::PolicySet& policies) const {
-    if (bases.empty()) bases.resize(static_cast<std::size_t>(num_layers));
-    if (options.on_gpu) return device_store(bases, policies);
-    return std::make_unique<StackStore<Cache>>(config, std::move(bases), policies, threads);
+    if (bases.empty()) bases.resize(static_cast<std::size_t>(model.num_layers));
+    const auto& rotary = model.rotary_layers;
+    const bool all_rotate = std::find(rotary.begin(), rotary.end(), false) == rotary.end();
+    if (config.rope.keys == lowrankkv::Rope::post || all_rotate)
+      return stack<Cache>(config, std::move(bases), policies);
+    // A stack rotates all its layers' keys when they are read, or none.
+    std::vector<lowrankkv::LayerBasis> rotated, still;
+    for (std::size_t layer = 0; layer < bases.size(); ++layer)
+      (rotary[layer] ? rotated : still).push_back(std::move(bases[layer]));
+    lowrankkv::CacheConfig as_they_are = config;
+    as_they_are.rope = {};
+    if (rotated.empty()) return stack<Cache>(as_they_are, std::move(still), policies);
+    return std::make_unique<SplitStore>(stack<Cache>(config, std::move(rotated), policies),
+                                        stack<Cache>(as_they_are, std::move(still), policies),
+                                        rotary);
   }
 
  private:
+  template <class Cache>
+  std::unique_ptr<KvStore> stack(const lowrankkv::CacheConfig& of_layers,
+                                 std::vector<lowrankkv::LayerBasis> bases,
+                                 const typename Cache::PolicySet& policies) const {
+    if (options.on_gpu) return device_store(of_layers, bases, policies);
+    return std::make_unique<StackStore<Cache>>(of_layers, std::move(bases), policies, threads);
+  }
   template <class PolicySet>
-  std::unique_ptr<KvStore> device_store(const std::vector<lowrankkv::LayerBasis>& bases,
+  std::unique_ptr<KvStore> device_store(const lowrankkv::CacheConfig& of_layers,
+                                        const std::vector<lowrankkv::LayerBasis>& bases,
                                         const PolicySet& policies) const {
 #ifdef LOWRANKKV_LLAMA_CUDA
     if constexpr (std::is_constructible_v<device::AnyPolicies, const PolicySet&>) {
-      lowrankkv::CacheConfig on_device = config;
+      lowrankkv::CacheConfig on_device = of_layers;
       on_device.page_bytes = 0;  // pages of the tiles' size
       on_device.max_query_tokens = 64;
       return std::make_unique<DeviceStore>(make_device_caches(on_device, bases, policies),
-                                           config.rope.keys == lowrankkv::Rope::pre);
+                                           of_layers.rope.keys == lowrankkv::Rope::pre);
     }
     throw std::runtime_error(
         options.method +
@@ -161,6 +211,7 @@ struct Recipe {
         "OjaKV+SnapKV, SubSpaceG, SubSpaceA, StarKV, StarKV+H2O, Dlrp, SnapKVOnly, StreamingLLM, "
         "H2O, Budgeted, Budgeted+PreRoPE");
 #else
+    static_cast<void>(of_layers);
     static_cast<void>(bases);
     static_cast<void>(policies);
     throw std::runtime_error("--device cuda: this program was built without LOWRANKKV_CUDA");

@@ -24,6 +24,9 @@ bool accepts(Input input) {
       require(eos >= 0 && eos < config.vocabulary_size, "eos is in the vocabulary");
     require(2 * config.rope_frequencies.size() == static_cast<std::size_t>(config.head_dim),
             "a frequency for every two channels");
+    require(config.rotary_layers.empty() ||
+                config.rotary_layers.size() == static_cast<std::size_t>(config.num_layers),
+            "every layer rotates or does not");
     // What a cache with pre-RoPE keys checks of them must hold.
     const lowrankkv::RopeConfig rope = config.rope(lowrankkv::Rope::pre);
     static_cast<void>(lowrankkv::rope_frequencies(rope, config.head_dim));
@@ -44,6 +47,13 @@ std::vector<Seed> seeds() {
       {"both_ropes",
        with(
            R"(,"model_type":"llama","hidden_act":"silu","tie_word_embeddings":true,"attention_bias":true,"mlp_bias":true,"bos_token_id":1,"eos_token_id":[2,3],"rope_parameters":{"rope_type":"linear","factor":2.0,"rope_theta":10000,"partial_rotary_factor":1},"rope_scaling":{"type":"linear","factor":2.0})")},
+      {"qwen3",
+       with(
+           R"(,"architectures":["Qwen3ForCausalLM"],"model_type":"qwen3","num_key_value_heads":1,"head_dim":16,"attention_bias":false,"use_sliding_window":false,"sliding_window":null,"max_window_layers":2,"layer_types":["full_attention","full_attention"],"rope_theta":1000000,"rope_scaling":null)")},
+      {"smollm3",
+       with(
+           R"(,"model_type":"smollm3","num_key_value_heads":2,"no_rope_layers":[1,0],"no_rope_layer_interval":2)")},
+      {"mistral", with(R"(,"model_type":"mistral","sliding_window":null)")},
       {"nulls",
        with(
            R"(,"model_type":"llama","quantization_config":null,"rope_scaling":null,"bos_token_id":null,"eos_token_id":0)")},

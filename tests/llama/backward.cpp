@@ -17,7 +17,7 @@ using namespace tiny;
 
 namespace {
 
-constexpr int kTokens = 12, kWidth = 12;
+constexpr int kTokens = 12;
 const std::vector<std::int32_t> kIds{1, 17, 3, 3, 29, 8, 39, 0, 11, 21, 5, 14};
 const std::vector<std::int32_t> kLabels{17, -1, 3, 29, 8, 39, 0, -1, 21, 5, 14, 2};
 
@@ -35,11 +35,28 @@ double loss_of(const Matrix& logits) {
 }  // namespace
 
 TEST_CASE("gradients are finite differences, for every layer, head, channel and token") {
-  for (const bool separate : {true, false}) {
+  for (const std::string family : {"llama", "qwen3", "smollm3"}) {
     for (const int threads : {1, 3}) {
-      const TinyModel tiny(separate);
+      CAPTURE(family);
+      CAPTURE(threads);
+      const bool separate = threads == 1 || family == "smollm3";
+      // As the family has them: biases and a head_dim of its own, norms, layers without a rotation.
+      TinyModel tiny(separate, family == "qwen3" ? 8 : 6);
+      const int width = 2 * tiny.head_dim;
+      std::string config = kConfig;
+      if (family != "llama") {
+        tiny.remove_biases("qkvo");
+        config = config_of(family, tiny.head_dim);
+      }
+      if (family == "qwen3") tiny.add_head_norms();
+      if (family == "smollm3") {
+        tiny.rotary = {threads == 1, threads != 1};
+        config += threads == 1 ? R"(, "no_rope_layers": [1, 0])" : R"(, "no_rope_layers": [0, 1])";
+      }
+      config +=
+          separate ? R"(, "tie_word_embeddings": false})" : R"(, "tie_word_embeddings": true})";
       const std::string folder = "tiny_backward_test";
-      tiny.write(folder, kConfig + (separate ? "}" : R"(, "tie_word_embeddings": true})"));
+      tiny.write(folder, config);
       const Model model(folder, std::make_shared<lowrankkv::cpu::ThreadPool>(threads));
       std::vector<std::map<std::string, std::vector<float>>> gradients(2);
       std::vector<int> order;
@@ -55,9 +72,9 @@ TEST_CASE("gradients are finite differences, for every layer, head, channel and 
             REQUIRE(n == kTokens);
             order.push_back(layer);
             auto& of_layer = gradients[static_cast<std::size_t>(layer)];
-            of_layer["key"].assign(own.key, own.key + kTokens * kWidth);
-            of_layer["pre"].assign(own.pre_rope_key, own.pre_rope_key + kTokens * kWidth);
-            of_layer["value"].assign(own.value, own.value + kTokens * kWidth);
+            of_layer["key"].assign(own.key, own.key + kTokens * width);
+            of_layer["pre"].assign(own.pre_rope_key, own.pre_rope_key + kTokens * width);
+            of_layer["value"].assign(own.value, own.value + kTokens * width);
           });
       CHECK(order == std::vector<int>{1, 0});
       const std::vector<double> frequencies = model.config().rope_frequencies;
@@ -67,12 +84,12 @@ TEST_CASE("gradients are finite differences, for every layer, head, channel and 
         for (const std::string what : {"pre", "key", "value"}) {
           const auto& own = gradients[static_cast<std::size_t>(layer)].at(what);
           double largest = 0.0, error = 0.0;
-          for (int at = 0; at < kTokens * kWidth; ++at) {
+          for (int at = 0; at < kTokens * width; ++at) {
             const auto shifted = [&](double step) {
               return loss_of(tiny.forward(kIds, frequencies,
                                           [&](int of, const std::string& kind, Matrix& rows) {
                                             if (of == layer && kind == what)
-                                              rows(at / kWidth, at % kWidth) += step;
+                                              rows(at / width, at % width) += step;
                                           }));
             };
             const double difference = (shifted(1e-5) - shifted(-1e-5)) / 2e-5;

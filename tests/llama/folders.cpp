@@ -12,6 +12,7 @@
 #include <random>
 
 #include "evaluate.hpp"
+#include "json_file.hpp"
 #include "kv_store.hpp"
 #include "lowrankkv/io/safetensors.hpp"
 #include "model.hpp"
@@ -83,27 +84,64 @@ TEST_CASE(
   }
 }
 
-TEST_CASE("the families differ in their biases") {
+TEST_CASE("the families differ in biases, norms of heads and layers without a rotation") {
   const std::vector<std::int32_t> ids{1, 17, 3, 3, 29, 8, 39, 0, 11, 21, 5, 14};
-  const std::vector<double> frequencies{1.0, std::pow(100.0, -1.0 / 3.0),
-                                        std::pow(100.0, -2.0 / 3.0)};
-  for (const std::string family : {"llama", "mistral", "qwen2"}) {
-    CAPTURE(family);
-    TinyModel tiny(true);
-    for (const char* name : {"q_proj", "k_proj", "v_proj", "o_proj"}) {
-      for (int i = 0; i < 2; ++i) {
-        if (family != "qwen2" || name[0] == 'o')
-          tiny.weights.erase("model.layers." + std::to_string(i) + ".self_attn." + name + ".bias");
-      }
+  struct Form {
+    std::string family, members, removed;  // projections without biases, by their first letters
+    std::vector<bool> rotary{true, true};
+  };
+  const std::vector<Form> forms = {
+      {"llama", "", "qkvo"},
+      {"mistral", R"(, "sliding_window": null, "layer_types": ["full_attention"])", "qkvo"},
+      {"qwen2", R"(, "use_sliding_window": false, "sliding_window": 8)", "o"},
+      {"qwen3", "", "qkvo"},
+      {"qwen3", R"(, "attention_bias": true)", ""},
+      {"smollm3", R"(, "tie_word_embeddings": false)", "qkvo"},
+      {"smollm3",
+       R"(, "tie_word_embeddings": false, "no_rope_layer_interval": 2)",
+       "qkvo",
+       {true, false}},
+      {"smollm3",
+       R"(, "attention_bias": true, "tie_word_embeddings": false, "no_rope_layers": [0, 1, 1])",
+       "",
+       {false, true}}};
+  for (const Form& form : forms) {
+    for (const int head_dim : {6, 8}) {
+      CAPTURE(form.family);
+      CAPTURE(form.members);
+      CAPTURE(head_dim);
+      std::vector<double> frequencies;
+      for (int c = 0; c < head_dim / 2; ++c)
+        frequencies.push_back(std::pow(100.0, -2.0 * c / head_dim));
+      TinyModel tiny(true, head_dim);
+      tiny.remove_biases(form.removed);
+      tiny.rotary = form.rotary;
+      if (form.family == "qwen3") tiny.add_head_norms();
+      const std::string folder = "tiny_family_test";
+      tiny.write(folder, config_of(form.family, head_dim) + form.members + "}");
+      const Model model(folder, std::make_shared<lowrankkv::cpu::ThreadPool>(1));
+      check_logits(model, ids, tiny.forward(ids, frequencies));
+      std::filesystem::remove_all(folder);
     }
-    std::string config = kConfig.substr(0, kConfig.rfind(','));  // nothing about biases
-    config.replace(config.find("llama"), 5, family);
-    const std::string folder = "tiny_family_test";
-    tiny.write(folder, config + "}");
-    const Model model(folder, std::make_shared<lowrankkv::cpu::ThreadPool>(1));
-    check_logits(model, ids, tiny.forward(ids, frequencies));
-    std::filesystem::remove_all(folder);
   }
+}
+
+TEST_CASE("what the families' files leave out is what transformers takes") {
+  const std::string some =
+      R"("hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 9, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 9, "rms_norm_eps": 1e-6)";
+  const nlohmann::json qwen = nlohmann::json::parse("{\"model_type\": \"qwen3\", " + some + "}");
+  CHECK(Config(JsonValue("config.json", qwen)).head_dim == 128);
+  CHECK_FALSE(Config(JsonValue("config.json", qwen)).tied_head);
+  const nlohmann::json smol = nlohmann::json::parse("{\"model_type\": \"smollm3\", " + some + "}");
+  const Config config(JsonValue("config.json", smol));
+  CHECK(config.head_dim == 16);
+  CHECK(config.tied_head);
+  CHECK(config.rope_frequencies[1] == doctest::Approx(std::pow(2e6, -1.0 / 8.0)));
+  CHECK(config.rotary_layers ==
+        std::vector<bool>{true, true, true, false, true, true, true, false, true});
+  CHECK_FALSE(config.rotates(3));
+  CHECK(config.rope(lowrankkv::Rope::pre, 3).frequencies == std::vector<double>(8, 0.0));
+  CHECK(config.rope(lowrankkv::Rope::pre, 4) == config.rope(lowrankkv::Rope::pre));
 }
 
 TEST_CASE("folders that cannot be used say why") {
@@ -119,6 +157,14 @@ TEST_CASE("folders that cannot be used say why") {
         "config.json: rope type yarn is not supported, expected default, linear or llama3");
   CHECK(with(R"("architectures": ["Qwen3ForCausalLM"])") ==
         "config.json: architectures[0] is \"Qwen3ForCausalLM\", expected LlamaForCausalLM");
+  CHECK(with(R"("layer_types": ["full_attention", "sliding_attention"])") ==
+        "config.json: layer_types[1] is \"sliding_attention\", expected full_attention: attention "
+        "to all tokens");
+  CHECK(with(R"("partial_rotary_factor": 0.5)") ==
+        "config.json: partial_rotary_factor is 0.5, expected 1");
+  CHECK(with(R"("rope_parameters": {"full_attention": {"rope_type": "default"}})") ==
+        "config.json: rope_parameters.full_attention is {\"rope_type\":\"default\"}, expected no "
+        "object: one rotary embedding for all layers");
   CHECK(with(R"("quantization_config": {"bits": 4})").find("config.json: quantization_config is") ==
         0);
   CHECK(with(R"("bos_token_id": 40)") ==
@@ -136,14 +182,11 @@ TEST_CASE("folders that cannot be used say why") {
     return error_of(folder);
   };
   CHECK(whole(R"({"model_type": "gpt2"})") ==
-        "config.json: model_type is \"gpt2\", expected llama or mistral or qwen2");
-  CHECK(whole(R"({"architectures": ["Qwen3ForCausalLM"]})") ==
-        "config.json: architectures[0] is \"Qwen3ForCausalLM\", expected LlamaForCausalLM or "
-        "MistralForCausalLM or Qwen2ForCausalLM");
-  CHECK(whole(R"({"model_type": "qwen2", "use_sliding_window": true})") ==
-        "config.json: use_sliding_window is true, expected false: attention to all tokens");
-  CHECK(whole(R"({"model_type": "mistral", "sliding_window": 4096})") ==
-        "config.json: sliding_window is 4096, expected null: attention to all tokens");
+        "config.json: model_type is \"gpt2\", expected llama or mistral or qwen2 or qwen3 or "
+        "smollm3");
+  CHECK(whole(R"({"architectures": ["Qwen3MoeForCausalLM"]})") ==
+        "config.json: architectures[0] is \"Qwen3MoeForCausalLM\", expected LlamaForCausalLM or "
+        "MistralForCausalLM or Qwen2ForCausalLM or Qwen3ForCausalLM or SmolLM3ForCausalLM");
   CHECK(whole(R"({"model_type": "qwen2", "architectures": ["LlamaForCausalLM"]})") ==
         "config.json: architectures[0] is \"LlamaForCausalLM\", expected Qwen2ForCausalLM");
   CHECK(whole("{}") == "config.json: model_type is missing, it must be there");
@@ -217,6 +260,33 @@ TEST_CASE("texts end as generation_config.json says, else as config.json does") 
   std::filesystem::remove_all(folder);
 }
 
+TEST_CASE("attention or rotations that the engine does not compute are refused by name") {
+  const std::string folder = "windows_test";
+  const TinyModel tiny(true);
+  const auto whole = [&](const std::string& text) {
+    tiny.write(folder, text);
+    return error_of(folder);
+  };
+  for (const std::string family : {"qwen2", "qwen3", "smollm3"})
+    CHECK(whole(R"({"use_sliding_window": true, "model_type": ")" + family + "\"}") ==
+          "config.json: use_sliding_window is true, expected false: attention to all tokens");
+  CHECK(whole(R"({"model_type": "mistral", "max_position_embeddings": 4097})") ==
+        "config.json: max_position_embeddings is 4097, expected at most 4096, the window of a "
+        "Mistral model whose file has no sliding_window: null");
+  const auto smollm3 = [&](const std::string& members) {
+    return whole(config_of("smollm3") + ", " + members + "}");
+  };
+  CHECK(smollm3(R"("no_rope_layers": [1])") ==
+        "config.json: no_rope_layers is [1], expected an entry for each of 2 layers");
+  CHECK(smollm3(R"("no_rope_layers": [1, 2])") ==
+        "config.json: no_rope_layers[1] is 2, expected an integer from 0 to 1");
+  CHECK(smollm3(R"("no_rope_layer_interval": 0)") ==
+        "config.json: no_rope_layer_interval is 0, expected an integer from 1 to 16777216");
+  CHECK(whole(R"({"model_type": "mistral", "sliding_window": 4096})") ==
+        "config.json: sliding_window is 4096, expected null: attention to all tokens");
+  std::filesystem::remove_all(folder);
+}
+
 TEST_CASE("the weights are those of model.safetensors, else of the index, and all must be there") {
   const TinyModel tiny(true);
   const std::string folder = "weights_test";
@@ -279,6 +349,14 @@ TEST_CASE("heads and biases are as the configuration says") {
   CHECK(error_of(folder) ==
         "model: tensor model.layers.0.self_attn.q_proj.bias is there, but config.json: "
         "attention_bias is not true");
+  TinyModel normed = separate;
+  normed.remove_biases("qkvo");
+  normed.write(folder, config_of("qwen3") + "}");
+  CHECK(error_of(folder) ==
+        "model: tensor model.layers.0.self_attn.q_norm.weight is in none of 2 files");
+  normed.add_head_norms();
+  normed.write(folder, config_of("llama") + "}");
+  CHECK(error_of(folder).find("model: tensor model.layers.0.self_attn.k_norm.weight in ") == 0);
   separate.weights["lm_head.bias"] = {{40}, std::vector<float>(40, 1.0F)};
   separate.write(folder, kConfig + "}");
   CHECK(error_of(folder).find("model: tensor lm_head.bias in ") == 0);

@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <random>
@@ -25,9 +26,10 @@ inline const std::string kFirst = "model-00001-of-00002.safetensors";
 inline const std::string kSecond = "model-00002-of-00002.safetensors";
 inline const std::string kIndex = "model.safetensors.index.json";
 
-/// A random model of hidden size 24, 2 layers, 4 query heads, 2 KV heads of 6 channels, 40 tokens.
+/// A random model of hidden size 24, 2 layers, 4 query heads, 2 KV heads of 6 channels or another
+/// even number, 40 tokens.
 struct TinyModel {
-  explicit TinyModel(bool separate_head) {
+  explicit TinyModel(bool separate_head, int head_channels = 6) : head_dim(head_channels) {
     std::mt19937 random(5);
     const auto tensor = [&](const std::string& name, std::vector<std::int64_t> shape,
                             double scale) {
@@ -45,17 +47,39 @@ struct TinyModel {
       const std::string prefix = "model.layers." + std::to_string(i) + ".";
       tensor(prefix + "input_layernorm.weight", {24}, 1.0);
       tensor(prefix + "post_attention_layernorm.weight", {24}, 1.0);
-      tensor(prefix + "self_attn.q_proj.weight", {24, 24}, 0.3);
-      tensor(prefix + "self_attn.q_proj.bias", {24}, 0.3);
-      tensor(prefix + "self_attn.k_proj.weight", {12, 24}, 0.3);
-      tensor(prefix + "self_attn.k_proj.bias", {12}, 0.3);
-      tensor(prefix + "self_attn.v_proj.weight", {12, 24}, 0.3);
-      tensor(prefix + "self_attn.v_proj.bias", {12}, 0.3);
-      tensor(prefix + "self_attn.o_proj.weight", {24, 24}, 0.3);
+      tensor(prefix + "self_attn.q_proj.weight", {4 * head_dim, 24}, 0.3);
+      tensor(prefix + "self_attn.q_proj.bias", {4 * head_dim}, 0.3);
+      tensor(prefix + "self_attn.k_proj.weight", {2 * head_dim, 24}, 0.3);
+      tensor(prefix + "self_attn.k_proj.bias", {2 * head_dim}, 0.3);
+      tensor(prefix + "self_attn.v_proj.weight", {2 * head_dim, 24}, 0.3);
+      tensor(prefix + "self_attn.v_proj.bias", {2 * head_dim}, 0.3);
+      tensor(prefix + "self_attn.o_proj.weight", {24, 4 * head_dim}, 0.3);
       tensor(prefix + "self_attn.o_proj.bias", {24}, 0.3);
       tensor(prefix + "mlp.gate_proj.weight", {30, 24}, 0.3);
       tensor(prefix + "mlp.up_proj.weight", {30, 24}, 0.3);
       tensor(prefix + "mlp.down_proj.weight", {24, 30}, 0.3);
+    }
+  }
+  /// Takes the biases of the projections whose names begin with one of `first` away.
+  void remove_biases(const std::string& first) {
+    for (auto entry = weights.begin(); entry != weights.end();) {
+      const std::size_t at = entry->first.find("self_attn.");
+      const bool bias = entry->first.ends_with("_proj.bias") && at != std::string::npos &&
+                        first.find(entry->first[at + 10]) != std::string::npos;
+      entry = bias ? weights.erase(entry) : std::next(entry);
+    }
+  }
+  /// Gives every head's queries and keys a norm, as Qwen3 has them.
+  void add_head_norms() {
+    std::mt19937 random(6);
+    std::normal_distribution<float> normal(0.0F, 1.0F);
+    for (const char* name : {"q_norm", "k_norm"}) {
+      for (int i = 0; i < 2; ++i) {
+        auto& [shape, values] =
+            weights["model.layers." + std::to_string(i) + ".self_attn." + name + ".weight"];
+        shape = {head_dim};
+        for (int c = 0; c < head_dim; ++c) values.push_back(normal(random));
+      }
     }
   }
   void write(const std::string& folder, const std::string& config) const {
@@ -88,7 +112,7 @@ struct TinyModel {
     return m;
   }
   /// A matrix of a layer on its way: "pre" keys before their rotation, "key" and "value" as
-  /// attention sees them, [n, 12].
+  /// attention sees them, [n, 2 head_dim].
   using Change = std::function<void(int layer, const std::string& what, Matrix& rows)>;
   /// The forward pass as the architecture defines it, in f64: logits [n, 40]. `change` may alter
   /// keys and values.
@@ -101,7 +125,8 @@ struct TinyModel {
     const auto norm = [](const Matrix& in, const Matrix& weight) {
       Matrix out = in;
       for (Eigen::Index t = 0; t < in.rows(); ++t)
-        out.row(t) = in.row(t) / std::sqrt(in.row(t).squaredNorm() / 24.0 + 1e-5) *
+        out.row(t) = in.row(t) /
+                     std::sqrt(in.row(t).squaredNorm() / static_cast<double>(in.cols()) + 1e-5) *
                      weight.col(0).asDiagonal();
       return out;
     };
@@ -117,15 +142,25 @@ struct TinyModel {
       add_bias(k, prefix + "self_attn.k_proj.bias");
       Matrix v = h * matrix(prefix + "self_attn.v_proj.weight").transpose();
       add_bias(v, prefix + "self_attn.v_proj.bias");
+      const auto norm_heads = [&](Matrix& rows, int heads, const std::string& name) {
+        if (weights.count(name) == 0) return;
+        for (int head = 0; head < heads; ++head)
+          rows.middleCols(head * head_dim, head_dim) =
+              norm(rows.middleCols(head * head_dim, head_dim), matrix(name));
+      };
+      norm_heads(q, 4, prefix + "self_attn.q_norm.weight");
+      norm_heads(k, 2, prefix + "self_attn.k_norm.weight");
+      const int half = head_dim / 2;
       const auto rotate = [&](Matrix& rows, int heads) {
+        if (!rotary[static_cast<std::size_t>(i)]) return;
         for (Eigen::Index t = 0; t < n; ++t) {
           for (int head = 0; head < heads; ++head) {
-            for (int c = 0; c < 3; ++c) {
-              const double angle =
-                  frequencies[static_cast<std::size_t>(c)] * static_cast<double>(t);
-              const double a = rows(t, head * 6 + c), b = rows(t, head * 6 + c + 3);
-              rows(t, head * 6 + c) = a * std::cos(angle) - b * std::sin(angle);
-              rows(t, head * 6 + c + 3) = b * std::cos(angle) + a * std::sin(angle);
+            for (int c = head * head_dim; c < head * head_dim + half; ++c) {
+              const double angle = frequencies[static_cast<std::size_t>(c - head * head_dim)] *
+                                   static_cast<double>(t);
+              const double a = rows(t, c), b = rows(t, c + half);
+              rows(t, c) = a * std::cos(angle) - b * std::sin(angle);
+              rows(t, c + half) = b * std::cos(angle) + a * std::sin(angle);
             }
           }
         }
@@ -137,14 +172,16 @@ struct TinyModel {
         change(i, "key", k);
         change(i, "value", v);
       }
-      Matrix attended = Matrix::Zero(n, 24);
+      Matrix attended = Matrix::Zero(n, 4 * head_dim);
       for (int head = 0; head < 4; ++head) {
         for (Eigen::Index t = 0; t < n; ++t) {
-          Eigen::VectorXd logits = k.block(0, head / 2 * 6, t + 1, 6) *
-                                   q.block(t, head * 6, 1, 6).transpose() / std::sqrt(6.0);
+          Eigen::VectorXd logits = k.block(0, head / 2 * head_dim, t + 1, head_dim) *
+                                   q.block(t, head * head_dim, 1, head_dim).transpose() /
+                                   std::sqrt(static_cast<double>(head_dim));
           logits = (logits.array() - logits.maxCoeff()).exp();
-          attended.block(t, head * 6, 1, 6) =
-              (logits / logits.sum()).transpose() * v.block(0, head / 2 * 6, t + 1, 6);
+          attended.block(t, head * head_dim, 1, head_dim) =
+              (logits / logits.sum()).transpose() *
+              v.block(0, head / 2 * head_dim, t + 1, head_dim);
         }
       }
       x += attended * matrix(prefix + "self_attn.o_proj.weight").transpose();
@@ -159,11 +196,20 @@ struct TinyModel {
     return norm(x, matrix("model.norm.weight")) *
            matrix(separate ? "lm_head.weight" : "model.embed_tokens.weight").transpose();
   }
+  int head_dim;
+  std::vector<bool> rotary{true, true};  // by layer: queries and keys are rotated
   std::map<std::string, std::pair<std::vector<std::int64_t>, std::vector<float>>> weights;
 };
 
 inline const std::string kConfig =
     R"({"model_type": "llama", "hidden_size": 24, "intermediate_size": 30, "num_hidden_layers": 2, "num_attention_heads": 4,
  "num_key_value_heads": 2, "vocab_size": 40, "rope_theta": 100.0, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "attention_bias": true)";
+
+/// kConfig of another family and head_dim, with nothing about biases; without its last bracket.
+inline std::string config_of(const std::string& family, int head_dim = 6) {
+  std::string config = kConfig.substr(0, kConfig.rfind(','));
+  config.replace(config.find("llama"), 5, family);
+  return config + ", \"head_dim\": " + std::to_string(head_dim);
+}
 
 }  // namespace tiny
