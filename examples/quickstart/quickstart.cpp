@@ -201,9 +201,11 @@ int main(int argc, char** argv) try {
                                      {{"source", "calibration_prose"}});
 
   // In the domain of the calibration text, and shifted away from it.
-  for (const std::string text : {"prose", "code"})
-    llama::measure_bits_per_byte(engine, job.contenders, text,
-                                 llama::read_text(data + "/text/" + text + ".txt"), size.windows);
+  for (const char* name : {"prose", "code"}) {
+    const std::string text =
+        llama::read_text(std::string(data).append("/text/").append(name).append(".txt"));
+    llama::measure_bits_per_byte(engine, job.contenders, name, text, size.windows);
+  }
   if (job.timed)
     llama::measure_speed(engine, job.contenders, job.samples.front().prompt,
                          {.decode_tokens = 64, .rounds = 3});
