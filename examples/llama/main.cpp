@@ -170,10 +170,11 @@ struct TextOptions {
   CLI::Option* decoded_given = nullptr;
 
   void add(CLI::App* app) {
+    // Whether they exist is seen when they are read: the value behind an option that is not known
+    // is one of them too, and the option is what the error has to name.
     app->add_option("--text,text", texts,
                     "text files, and folders whose *.txt are; several one after the other")
-        ->required()
-        ->check(CLI::ExistingPath);
+        ->required();
     app->add_option("--windows", most, "windows of each text at most")
         ->check(CLI::PositiveNumber)
         ->capture_default_str();

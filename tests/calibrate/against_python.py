@@ -136,7 +136,7 @@ class Exchange(unittest.TestCase):
         refused({"format": "other"}, {}, ["format other"], ["format: other, expected lowrankkv.moments"])
         refused({"keys": "rotated"}, {}, ["keys rotated, expected post_rope or pre_rope"], ["keys: rotated, expected"])
         refused({"pairing": "none"}, {}, ["pairing none, expected half_split or interleaved"], ["pairing: none"])
-        refused({"coded_metric": "l2"}, {}, ["coded_metric l2, expected output or loss"], ["coded_metric: l2"])
+        refused({"coded_metric": "l2"}, {}, ["coded_metric l2, expected output, loss or combined"], ["coded_metric: l2"])
         refused({"num_layers": "3"}, {}, ["num_layers: bundle 3, model 2"], ["tensor layers.2.key.count: missing"])
         refused({"head_dim": "16.0"}, {}, ["head_dim: bundle 16.0, model 16"], ["head_dim: 16.0, expected a number"])
         refused({"num_qo_heads": "5"}, {}, ["num_qo_heads: bundle 5, model 4"],
