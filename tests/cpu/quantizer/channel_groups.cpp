@@ -148,7 +148,7 @@ TEST_CASE("stored rows are KIVI's: keys per channel over 32 tokens, values per t
       // A key: 2 f16 a channel and 32 rows; a value: 2 f16 for each of two groups.
       const MemoryUsage usage = cache.memory(0);
       CHECK(usage.coefficient_bytes ==
-            static_cast<std::size_t>(coded * kHeads) * (2 * kDim * bits + kDim + 2 * 32) / 8);
+            static_cast<std::size_t>(coded * kHeads * (2 * kDim * bits + kDim + 2 * 32) / 8));
       CHECK(usage.full_row_bytes == 0);
       CHECK(usage.tail_bytes == static_cast<std::size_t>((n - coded) * kHeads * kDim * 2 * 2));
       if (coded > 0 && coded % cache.tokens_per_page(0) == 0) {

@@ -25,19 +25,18 @@ namespace detail {
 
 template <int bits>
 void unpack_levels(const std::byte* line, int first, int count, std::uint8_t* codes) {
-  int done = 0;
-  const auto one = [&] {
-    codes[done] = static_cast<std::uint8_t>(get_code(line, first + done, bits));
-    ++done;
+  const auto code_at = [&](int i) {
+    return static_cast<std::uint8_t>(get_code(line, first + i, bits));
   };
-  while (done < count && (first + done) % 8 != 0) one();
+  int done = 0;
+  for (; done < count && (first + done) % 8 != 0; ++done) codes[done] = code_at(done);
   for (; done + 8 <= count; done += 8) {  // eight codes fill `bits` bytes
     std::uint64_t word = 0;
     std::memcpy(&word, line + static_cast<std::ptrdiff_t>(first + done) / 8 * bits, bits);
     for (int i = 0; i < 8; ++i)
       codes[done + i] = static_cast<std::uint8_t>(word >> (i * bits) & ((1U << bits) - 1U));
   }
-  while (done < count) one();
+  for (; done < count; ++done) codes[done] = code_at(done);
 }
 
 /// codes[i] = code first + i of a line, i < count.
