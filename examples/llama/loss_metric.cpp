@@ -52,9 +52,11 @@ void use_loss_metric(const Engine& engine, const std::vector<std::int32_t>& ids,
       auto& coding = layers[i].coding();
       const lowrankkv::calibrate::CodingStatistics none(
           config.cache_shape(), config.rope(form, static_cast<int>(i)), kSinks);
-      // A run that goes on has gradients there; the checkpoint has the outputs.
-      const bool outputs = coding.metric() == lowrankkv::calibrate::CodingMetric::output;
-      if (options.combine) calibration.outputs(form).push_back(outputs ? std::move(coding) : none);
+      auto& kept = calibration.outputs(form);
+      if (options.combine) kept.push_back(none);
+      // A run that goes on has gradients in `coding`; the checkpoint has the outputs.
+      if (options.combine && coding.metric() == lowrankkv::calibrate::CodingMetric::output)
+        kept.back() = std::move(coding);
       coding = none;
       if (options.sinks) coding.gather_sinks();
     }
