@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cmath>
 #include <cstdint>
+#include <initializer_list>
 #include <limits>
 #include <random>
 #include <span>
@@ -119,7 +120,7 @@ TEST_CASE("a budget chooses the page size that leaves most bytes for codes") {
     CacheConfig config{.shape = shape, .max_tokens = 3000};
     chosen.configure(config);
     CHECK(config.page_bytes == chosen.options.page_bytes);
-    for (const std::size_t size : {512, 1024, 4096, 8192}) {
+    for (const std::size_t size : std::initializer_list<std::size_t>{512, 1024, 4096, 8192}) {
       options.page_bytes = size;
       const calibrate::BudgetedModel fixed = calibrate::budgeted(model, options);
       CHECK(fixed.options.page_bytes == size);
