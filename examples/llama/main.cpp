@@ -400,7 +400,7 @@ int main(int argc, char** argv) try {
           ->add_option(
               "--metric", calibration.metric,
               "what an error in a row costs, for Budgeted: a layer's output, by forward passes "
-              "alone; the model's loss, by back-propagation; or the mean of both, which is best")
+              "alone; the model's loss, by back-propagation; or the mean of both")
           ->check(CLI::IsMember({"combined", "loss", "output"}))
           ->capture_default_str();
   const CLI::Option* gradients_given =

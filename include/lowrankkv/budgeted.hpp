@@ -32,7 +32,7 @@ struct BudgetOptions {
   double ratio = 0.1;
   /// Length in tokens at which the budget is met. Longer sequences have a smaller ratio.
   std::int64_t context = 4096;
-  int sinks = 4;               ///< first tokens, at full rank; 0 to 16 serve equally well
+  int sinks = 4;               ///< first tokens, at full rank
   int recent = 8;              ///< last tokens, at full rank, beside those that wait for a flush
   double outlier_share = 0.0;  ///< tokens with the largest error in the metric, at full rank
   /// Bits that a channel may have besides 0. 8 is needed.
@@ -44,9 +44,9 @@ struct BudgetOptions {
   double metric_floor = 1e-3;    ///< smallest eigenvalue of a metric, relative to its mean
   DType full_type = DType::f16;  ///< of rows at full rank: CacheConfig::full_type
   int full_row_bits = 8;         ///< CacheConfig::full_row_bits; 8 serves as well as 16
-  /// Page size of the pool in bytes. 0: the multiple of 256, from 512 to 8192, at which the rows of
-  /// this budget take the fewest pages' bytes. Small pages leave little unused at the end of a
-  /// list, large ones little beside their last row.
+  /// Page size of the pool in bytes. 0: the multiple of 256, from 512 to 8192 (of wide rows, to two
+  /// rows), at which the rows of this budget take the fewest bytes of pages. Small pages leave
+  /// little unused at the end of a list, large ones little beside their last row.
   std::size_t page_bytes = 0;
   /// Sample rows of a head's part at which codes are fitted to them; with fewer, to a Gaussian.
   static constexpr std::int64_t kFewestRows = 128;
@@ -403,8 +403,8 @@ inline std::int64_t BudgetedModel::bytes_at(std::int64_t tokens, std::int64_t wa
 /// layer has no coding statistics, if layers have metrics of different kinds, or if only some have
 /// their residual stream; ShapeError if there is no layer
 ///
-/// Cost: four eigendecompositions of head_dim per layer and head, and 30 x widths x head_dim levels
-/// a sample row of keys, and of values.
+/// Cost: four eigendecompositions of head_dim per layer and head, and (30 x widths + 27) x head_dim
+/// levels a sample row of keys, and of values.
 template <class Real = double>
 BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions& asked) {
   BudgetOptions options = asked;  // with the page size that is chosen
@@ -454,18 +454,22 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
   const double plain = 2.0 * 2.0 * shape.head_dim * shape.num_kv_heads *
                        static_cast<double>(layers.size());  // f16 K and V of a token
   const double limit = options.ratio * plain * static_cast<double>(options.context);
-  const auto bytes_of = [&](std::vector<std::vector<std::uint8_t>> bits) {
+  // Bits as rows are stored: not increasing.
+  const auto stored = [](std::vector<std::vector<std::uint8_t>> bits) {
     for (std::vector<std::uint8_t>& own : bits) std::sort(own.begin(), own.end(), std::greater<>());
-    return static_cast<double>(budgeted_bytes(shape, bits, options));
+    return bits;
   };
-  const auto choose_pages = [&](std::vector<std::vector<std::uint8_t>> bits) {
+  const auto bytes_of = [&](const std::vector<std::vector<std::uint8_t>>& bits) {
+    return static_cast<double>(budgeted_bytes(shape, stored(bits), options));
+  };
+  const auto choose_pages = [&](const std::vector<std::vector<std::uint8_t>>& bits) {
     if (asked.page_bytes != 0 || asked.page_bytes_of_cache) return;
-    for (std::vector<std::uint8_t>& own : bits) std::sort(own.begin(), own.end(), std::greater<>());
-    options.page_bytes = detail::best_page_bytes(shape, bits, options);
+    options.page_bytes = detail::best_page_bytes(shape, stored(bits), options);
   };
-  choose_pages(allocate_by_errors(errors, 0.0, options.widths, options.channels_together));
-  const double least =
-      bytes_of(allocate_by_errors(errors, 0.0, options.widths, options.channels_together));
+  const std::vector<std::vector<std::uint8_t>> no_bits =
+      allocate_by_errors(errors, 0.0, options.widths, options.channels_together);
+  choose_pages(no_bits);
+  const double least = bytes_of(no_bits);
   if (least > limit)
     ::lowrankkv::detail::fail<ValueError>("budget: ratio ", options.ratio, " at ", options.context,
                                           " tokens, rows at full rank and pages alone need ",

@@ -24,7 +24,7 @@
 ///
 /// An engine that can compute gradients has a better metric: what an error costs the model's loss
 /// (CodingMetric::loss, add_gradients()). It sees how later layers use what this one gives, and
-/// needs no assumption on the stream. The mean of both is better than either (combine()). The
+/// needs no assumption on the stream. On SmolLM2-135M the mean of both loses least (combine()). The
 /// metrics above need forward passes only. Continuations
 /// should contain retrieval as well as text: let the model read spans of the context a second time.
 ///

@@ -27,8 +27,9 @@ enum class ScaleKind : std::uint8_t {
   norm_log8
 };
 
-/// @brief How many gains of a row are tried (ScaleKind::norm_log8). They leave 6 % less squared
-/// error than the norm alone.
+/// @brief How many gains of a row are tried (ScaleKind::norm_log8). On sample rows of SmolLM2-135M,
+/// with equal steps, they leave 9 % (a ratio of 0.10) and 13 % (0.15) less squared error than the
+/// norm alone.
 inline constexpr int kTriedGains = 9;
 /// @brief The i-th of them, relative to the norm, in sixteenths of an octave: 0, -2, 2, ... 8.
 LOWRANKKV_HOST_DEVICE constexpr int gain_offset(int i) { return i % 2 == 0 ? i : -i - 1; }
