@@ -107,7 +107,7 @@ struct Options {
         ->check(CLI::Range(0, 256));
     app->add_option("--widths", method.widths,
                     "Budgeted: bits that a channel may have besides 0, ascending, separated by "
-                    "commas; default: 2,3,4,6,8 on the CPU, 2,4,8 on the GPU")
+                    "commas; default: 1,2,3,4,5,6,8 on the CPU, 2,4,8 on the GPU")
         ->delimiter(',')
         ->check(CLI::Range(1, 8));
     app->add_flag("--centred,!--uncentred", method.centred,
