@@ -191,9 +191,9 @@ struct DeviceLayer {
   Stacked projections, output, gate_up, down;
 };
 
-class Cublas final : public DeviceModel {
+class GpuModel final : public DeviceModel {
  public:
-  explicit Cublas(const Model& model)
+  explicit GpuModel(const Model& model)
       : config_(model.config()),
         embedding_(uploaded(model.embedding())),
         final_gain_(uploaded(model.final_gain())) {
@@ -201,9 +201,9 @@ class Cublas final : public DeviceModel {
     if (!config_.tied_head) head_ = uploaded(model.head());
     for (int i = 0; i < config_.num_layers; ++i) layers_.emplace_back(model.layer(i));
   }
-  Cublas(const Cublas&) = delete;
-  Cublas& operator=(const Cublas&) = delete;
-  ~Cublas() override { cublasDestroy(handle_); }
+  GpuModel(const GpuModel&) = delete;
+  GpuModel& operator=(const GpuModel&) = delete;
+  ~GpuModel() override { cublasDestroy(handle_); }
 
   std::vector<float> forward(const std::vector<std::int32_t>& tokens, std::int64_t first,
                              const Attention& attention) override {
@@ -340,7 +340,7 @@ class Cublas final : public DeviceModel {
 }  // namespace
 
 std::unique_ptr<DeviceModel> make_device_model(const Model& model) {
-  return std::make_unique<Cublas>(model);
+  return std::make_unique<GpuModel>(model);
 }
 
 }  // namespace llama
