@@ -275,7 +275,7 @@ void run_calibration(const llama::Engine& engine, CalibrateOptions options,
   if (options.has_gradients())
     llama::use_loss_metric(engine, all,
                            {options.gradient_tokens, options.gradient_window, options.sinks,
-                            options.metric == "combined"},
+                            options.metric == "combined", options.window},
                            moments, kept);
   save(out, moments.of(options.forms.front()), source);
   if (!pre_rope_out.empty()) save(pre_rope_out, moments.pre_rope, source);
