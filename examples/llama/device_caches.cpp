@@ -21,19 +21,15 @@ class Caches final : public DeviceCaches {
   void erase(SequenceId seq) override { stack_.erase(seq); }
   void prefill(int layer, SequenceId seq, std::int64_t n, const float* query, const float* key,
                const float* value, float* out) override {
-    send(n, query, key, value);
-    cache(layer).prefill(seq, queries(n), keys(n), values(n), outputs(n));
-    receive(n, out);
+    cache(layer).prefill(seq, queries(query, n), keys(key, n), values(value, n), outputs(out, n));
   }
   void ingest(int layer, SequenceId seq, std::int64_t n, const float* query, const float* key,
               const float* value) override {
-    send(n, query, key, value);
-    cache(layer).ingest(seq, keys(n), values(n), queries(n));
+    cache(layer).ingest(seq, keys(key, n), values(value, n), queries(query, n));
   }
   void decode(int layer, SequenceId seq, std::int64_t n, const float* query, const float* key,
               const float* value, float* out) override {
-    send(n, query, key, value);
-    cache(layer).append(seq, keys(n), values(n));
+    cache(layer).append(seq, keys(key, n), values(value, n));
     // Eviction by accumulated attention needs to be told what the step's queries attended to.
     if constexpr (requires(Cache & cache, const ScoreView& accumulated) {
                     cache.accumulate(seq, accumulated);
@@ -43,12 +39,11 @@ class Caches final : public DeviceCaches {
       if (accumulated_.size() < most) accumulated_ = gpu::DeviceArray<float>(most);
       const ScoreView accumulated(accumulated_.data(), 1, shape_.num_kv_heads,
                                   cache(layer).num_tokens(seq));
-      cache(layer).attend(seq, queries(n), outputs(n), {}, accumulated);
+      cache(layer).attend(seq, queries(query, n), outputs(out, n), {}, accumulated);
       cache(layer).accumulate(seq, accumulated);
     } else {
-      cache(layer).attend(seq, queries(n), outputs(n));
+      cache(layer).attend(seq, queries(query, n), outputs(out, n));
     }
-    receive(n, out);
   }
   void maintain(SequenceId seq) override { stack_.maintain(seq); }
   MemoryUsage memory(SequenceId seq) const override { return stack_.memory(seq); }
@@ -57,42 +52,22 @@ class Caches final : public DeviceCaches {
 
  private:
   Cache& cache(int layer) { return stack_.layer(layer); }
-  std::size_t size(std::int64_t n, int heads) const {
-    return static_cast<std::size_t>(n * heads * shape_.head_dim);
+  QueryView queries(const float* rows, std::int64_t n) const {
+    return {rows, n, shape_.num_qo_heads, shape_.head_dim};
   }
-  static void copy_in(gpu::DeviceArray<float>& target, const float* source, std::size_t size) {
-    if (target.size() < size) target = gpu::DeviceArray<float>(size);
-    if (source != nullptr)
-      gpu::check(cudaMemcpy(target.data(), source, size * sizeof(float), cudaMemcpyHostToDevice),
-                 "cudaMemcpy");
+  KeyView keys(const float* rows, std::int64_t n) const {
+    return {rows, n, shape_.num_kv_heads, shape_.head_dim};
   }
-  void send(std::int64_t n, const float* query, const float* key, const float* value) {
-    copy_in(query_, query, size(n, shape_.num_qo_heads));
-    copy_in(out_, nullptr, size(n, shape_.num_qo_heads));
-    copy_in(key_, key, size(n, shape_.num_kv_heads));
-    copy_in(value_, value, size(n, shape_.num_kv_heads));
+  ValueView values(const float* rows, std::int64_t n) const {
+    return {rows, n, shape_.num_kv_heads, shape_.head_dim};
   }
-  void receive(std::int64_t n, float* out) {
-    gpu::check(cudaMemcpy(out, out_.data(), size(n, shape_.num_qo_heads) * sizeof(float),
-                          cudaMemcpyDeviceToHost),
-               "cudaMemcpy");
-  }
-  QueryView queries(std::int64_t n) const {
-    return {query_.data(), n, shape_.num_qo_heads, shape_.head_dim};
-  }
-  KeyView keys(std::int64_t n) const {
-    return {key_.data(), n, shape_.num_kv_heads, shape_.head_dim};
-  }
-  ValueView values(std::int64_t n) const {
-    return {value_.data(), n, shape_.num_kv_heads, shape_.head_dim};
-  }
-  OutputView outputs(std::int64_t n) const {
-    return {out_.data(), n, shape_.num_qo_heads, shape_.head_dim};
+  OutputView outputs(float* rows, std::int64_t n) const {
+    return {rows, n, shape_.num_qo_heads, shape_.head_dim};
   }
 
   CacheShape shape_;
   LayerStack<Cache> stack_;
-  gpu::DeviceArray<float> query_, key_, value_, out_, accumulated_;
+  gpu::DeviceArray<float> accumulated_;
 };
 
 }  // namespace

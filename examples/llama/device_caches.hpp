@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// One model's caches in device memory, rows of host memory in and out: no Eigen here, no CUDA.
+// One model's caches in device memory: no Eigen here, no CUDA.
 #pragma once
 
 #include <cstdint>
@@ -32,7 +32,8 @@
 
 namespace llama {
 
-/// What KvStore asks of its caches, by pointers.
+/// What KvStore asks of its caches. Rows are in device memory, dense, in f32; all work is on the
+/// default stream.
 class DeviceCaches {
  public:
   virtual ~DeviceCaches() = default;

@@ -59,6 +59,7 @@ struct MethodOptions {
       0;  // Budgeted: so many channels share a width; 0: 1 on the CPU, 32 on the GPU
   std::vector<int> widths =
       {};  // Budgeted: bits that a channel may have besides 0; empty: what suits the backend
+  bool cpu_codes = false;  // Budgeted on the GPU: the codes of the CPU's budget, in more bytes
   std::int64_t prefill_chunk = 0;     // 0: the whole prompt
   std::int64_t publish_interval = 0;  // rows between two epochs; 0: the library's default
 };

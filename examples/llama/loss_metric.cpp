@@ -2,6 +2,7 @@
 #include "loss_metric.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <random>
 #include <stdexcept>
 #include <vector>
@@ -25,7 +26,36 @@ std::int32_t draw(const float* probabilities, int count, std::mt19937_64& random
                                    probabilities);
 }
 
+// Dense rows [n, heads, head_dim] behind the sinks, which have their place at a text's beginning,
+// turned by `positions` more.
+std::vector<float> turned(const Config& config, const float* rows, std::int64_t n,
+                          std::int64_t positions) {
+  const int dim = config.head_dim, half = dim / 2;
+  const std::int64_t width = std::int64_t{config.num_kv_heads} * dim;
+  std::vector<float> result(rows, rows + n * width);
+  for (int i = 0; i < half; ++i) {
+    const double angle =
+        config.rope_frequencies[static_cast<std::size_t>(i)] * static_cast<double>(positions);
+    const auto cosine = static_cast<float>(std::cos(angle));
+    const auto sine = static_cast<float>(std::sin(angle));
+    for (std::int64_t row = kSinks * width + i; row < n * width; row += dim) {
+      float& first = result[static_cast<std::size_t>(row)];
+      float& second = result[static_cast<std::size_t>(row + half)];
+      const float before = first;
+      first = before * cosine - second * sine;
+      second = second * cosine + before * sine;
+    }
+  }
+  return result;
+}
+
 }  // namespace
+
+std::int64_t first_position(std::int64_t index, std::int64_t span) {
+  // Multiples of the golden ratio: any number of them is spread evenly, in no order.
+  const double place = static_cast<double>(index) * 0.6180339887498949;
+  return static_cast<std::int64_t>((place - std::floor(place)) * static_cast<double>(span + 1));
+}
 
 void use_loss_metric(const Engine& engine, const std::string& text, std::int64_t max_tokens,
                      int window, Calibration& calibration) {
@@ -77,6 +107,8 @@ void use_loss_metric(const Engine& engine, const std::vector<std::int32_t>& ids,
     tokens = with_copies(std::move(tokens), static_cast<std::size_t>(context),
                          static_cast<std::size_t>(copies), random);
     const std::int64_t last = static_cast<std::int64_t>(tokens.size()) - 1;
+    const std::int64_t begins = first_position(
+        place.done, std::max<std::int64_t>(0, options.positions - std::ssize(tokens)));
     engine.model.loss_gradients(
         tokens,
         [&](std::int64_t row, const float* probabilities) {
@@ -93,10 +125,19 @@ void use_loss_metric(const Engine& engine, const std::vector<std::int32_t>& ids,
           };
           for (const lowrankkv::Rope form : forms) {
             if (calibration.of(form).empty()) continue;
-            const bool pre = form == lowrankkv::Rope::pre;
-            calibration.of(form)[static_cast<std::size_t>(layer)].coding().add_gradients(
-                keys(pre ? own.rows.pre_rope_key : own.rows.key), values(own.rows.value),
-                keys(pre ? own.pre_rope_key : own.key), values(own.value));
+            auto& coding = calibration.of(form)[static_cast<std::size_t>(layer)].coding();
+            if (form == lowrankkv::Rope::pre) {
+              coding.add_gradients(keys(own.rows.pre_rope_key), values(own.rows.value),
+                                   keys(own.pre_rope_key), values(own.value));
+            } else if (begins == 0 || !config.rotates(layer)) {
+              coding.add_gradients(keys(own.rows.key), values(own.rows.value), keys(own.key),
+                                   values(own.value));
+            } else {
+              const std::vector<float> key = turned(config, own.rows.key, n, begins);
+              const std::vector<float> gradient = turned(config, own.key, n, begins);
+              coding.add_gradients(keys(key.data()), values(own.rows.value), keys(gradient.data()),
+                                   values(own.value));
+            }
           }
         });
     ++place.done;

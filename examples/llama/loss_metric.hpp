@@ -23,7 +23,15 @@ struct GradientOptions {
   int window = 1024;     ///< tokens of a window; windows are spread evenly over the text
   bool sinks = false;    ///< gather the first rows of each window too, apart from the others
   bool combine = false;  ///< with the coding statistics that are there: CodingStatistics::combine()
+  /// Rotated keys are seen at positions of [0, positions): windows are taken as if they began at
+  /// first_position(). Attention depends on distances alone, so that a window's keys and their
+  /// gradients there are those of position 0, turned. At most `window`: all begin at 0.
+  std::int64_t positions = 0;
 };
+
+/// The position at which the `index`-th window is taken to begin: 0 for the first, all of them
+/// spread evenly over [0, span].
+std::int64_t first_position(std::int64_t index, std::int64_t span);
 
 /// The same of a text's tokens, with a checkpoint as calibrate() has it, of which `calibration`
 /// came.

@@ -96,9 +96,7 @@ struct Options {
     app->add_flag("--pre-rope", method.pre_rope,
                   "store keys before their rotary embedding (bases: calibrate --pre-rope-out)");
     const std::map<std::string, bool> devices{{"cpu", false}, {"cuda", true}};
-    app->add_option(
-           "--device", method.on_gpu,
-           "where linear layers, cache and attention are; norms and activations are on the CPU")
+    app->add_option("--device", method.on_gpu, "where the model is computed and its cache is")
         ->transform(CLI::CheckedTransformer(devices))
         ->option_text("cpu|cuda [cpu]");
     app->add_option(
@@ -110,6 +108,10 @@ struct Options {
                     "commas; default: 1,2,3,4,5,6,8 on the CPU, 2,4,8 on the GPU")
         ->delimiter(',')
         ->check(CLI::Range(1, 8));
+    app->add_flag(
+        "--cpu-codes", method.cpu_codes,
+        "Budgeted on the GPU: channels, widths and pages are chosen as on the CPU, so that "
+        "codes are the same; the GPU stores them in more bytes than asked for");
     app->add_flag("--centred,!--uncentred", method.centred,
                   "subtract the calibrated means, or do not, as the papers do [--centred]");
     app->add_option("--prefill-rate", method.prefill_rate, "Oja's rate on the prompt")
@@ -273,7 +275,7 @@ void run_calibration(const llama::Engine& engine, CalibrateOptions options,
   if (options.has_gradients())
     llama::use_loss_metric(engine, all,
                            {options.gradient_tokens, options.gradient_window, options.sinks,
-                            options.metric == "combined"},
+                            options.metric == "combined", options.window},
                            moments, kept);
   save(out, moments.of(options.forms.front()), source);
   if (!pre_rope_out.empty()) save(pre_rope_out, moments.pre_rope, source);
@@ -474,13 +476,15 @@ int main(int argc, char** argv) try {
       throw std::runtime_error("cannot write " + options.json);
     return 0;
   }
+  if (options.method.cpu_codes && !options.method.on_gpu)
+    throw std::runtime_error("--cpu-codes with --device cpu, where there are no others");
   if (sampling_seed->count() > 0 && sampling.temperature == 0.0F)
     throw std::runtime_error("generate: --seed " + std::to_string(options.seed) +
                              " with --temperature 0, which draws nothing");
   if (synthesize->parsed() && words.empty()) words = llama::words_beside(llama::this_program());
   llama::Engine engine(options.model, options.threads);
 #ifdef LOWRANKKV_LLAMA_CUDA
-  if (options.method.on_gpu) engine.model.compute_with(llama::make_device_products());
+  if (options.method.on_gpu) engine.model.compute_on_gpu();
 #endif
   if (calibrate->parsed()) {
     if (calibration.texts.empty() && !from_weights)

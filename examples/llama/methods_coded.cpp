@@ -71,7 +71,7 @@ std::unique_ptr<KvStore> budgeted(Recipe recipe) {
   options.ratio = recipe.options.ratio;
   options.context = recipe.context();
   options.full_type = recipe.options.storage;
-  if (recipe.options.on_gpu) options.for_cuda();
+  if (recipe.options.on_gpu && !recipe.options.cpu_codes) options.for_cuda();
   if (recipe.options.channels_together > 0)
     options.channels_together = recipe.options.channels_together;
   if (!recipe.options.widths.empty()) options.widths = recipe.options.widths;

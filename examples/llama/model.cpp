@@ -497,11 +497,6 @@ void Model::apply(const Linear& linear, const float* in, std::int64_t rows, floa
     if (!linear.bias.empty())
       y.rowwise() += Eigen::Map<const Eigen::RowVectorXf>(linear.bias.data(), out_features);
   };
-  if (products_ != nullptr) {
-    products_->multiply(weight.data(), out_features, in_features, in, rows, out);
-    add_bias();
-    return;
-  }
   // Many rows: blocks of rows. Few: blocks of outputs, so that every thread reads a part of the
   // weights once.
   constexpr std::int64_t kRows = 128;
@@ -563,15 +558,20 @@ std::pair<std::vector<float>, std::vector<float>> Model::angles(std::int64_t fir
   return {std::move(cosines), std::move(sines)};
 }
 
-std::vector<float> Model::embed(const std::vector<std::int32_t>& tokens) const {
-  const int hidden = config_.hidden_size;
-  std::vector<float> rows(tokens.size() * static_cast<std::size_t>(hidden));
-  for (std::size_t token = 0; token < tokens.size(); ++token) {
-    const std::int32_t id = tokens[token];
+void Model::check_vocabulary(const std::vector<std::int32_t>& tokens) const {
+  for (const std::int32_t id : tokens) {
     if (id < 0 || id >= config_.vocabulary_size)
       throw std::runtime_error("forward: token id " + std::to_string(id) + ", vocabulary has " +
                                std::to_string(config_.vocabulary_size));
-    std::copy_n(embedding_.begin() + std::int64_t{id} * hidden, hidden,
+  }
+}
+
+std::vector<float> Model::embed(const std::vector<std::int32_t>& tokens) const {
+  const int hidden = config_.hidden_size;
+  check_vocabulary(tokens);
+  std::vector<float> rows(tokens.size() * static_cast<std::size_t>(hidden));
+  for (std::size_t token = 0; token < tokens.size(); ++token) {
+    std::copy_n(embedding_.begin() + std::int64_t{tokens[token]} * hidden, hidden,
                 rows.begin() + static_cast<std::ptrdiff_t>(token) * hidden);
   }
   return rows;
@@ -588,6 +588,10 @@ std::vector<float> Model::forward(const std::vector<std::int32_t>& tokens, std::
   if (first + n > config_.max_positions) {
     throw std::runtime_error("forward: positions up to " + std::to_string(first + n) +
                              ", the model has " + std::to_string(config_.max_positions));
+  }
+  if (device_ != nullptr && !observe && !observe_input) {
+    check_vocabulary(tokens);
+    return device_->forward(tokens, first, attention);
   }
   const auto [cosines, sines] = angles(first, n);
   std::vector<float> x = embed(tokens), normed(x.size()), delta(x.size());
@@ -641,6 +645,8 @@ std::vector<float> Model::forward(const std::vector<std::int32_t>& tokens, std::
 
 std::vector<float> Model::logits(const std::vector<float>& hidden, std::int64_t first_row,
                                  std::int64_t n) const {
+  if (device_ != nullptr)
+    return device_->logits(hidden.data() + first_row * config_.hidden_size, n);
   std::vector<float> out(static_cast<std::size_t>(n) *
                          static_cast<std::size_t>(config_.vocabulary_size));
   apply(head_, hidden.data() + first_row * config_.hidden_size, n, out.data());

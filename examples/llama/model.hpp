@@ -10,7 +10,8 @@
 #include <utility>
 #include <vector>
 
-#include "device_products.hpp"
+#include "attention_rows.hpp"
+#include "device_model.hpp"
 #include "lowrankkv/core/cache_config.hpp"
 #include "lowrankkv/cpu/thread_pool.hpp"
 
@@ -73,18 +74,6 @@ struct Linear {
 void rms_norm(const float* in, std::int64_t rows, int width, const std::vector<float>& weight,
               float epsilon, float* out);
 
-/// What some new tokens bring to the attention of a layer, dense: queries [n, num_qo_heads,
-/// head_dim], keys and values [n, num_kv_heads, head_dim]; queries and keys rotated to their
-/// positions, keys as they were before, too. Both forms of keys are the same in layers that do not
-/// rotate.
-struct Projected {
-  const float* query = nullptr;
-  const float* key = nullptr;
-  const float* value = nullptr;
-  const float* pre_rope_key = nullptr;
-};
-/// The attention of one layer over some new tokens; writes out [n, num_qo_heads, head_dim].
-using Attention = std::function<void(int layer, const Projected& rows, float* out)>;
 /// The residual stream [n, hidden_size] of the tokens at some place in a layer.
 using StreamObserver = std::function<void(int layer, std::int64_t n, const float* rows)>;
 
@@ -110,8 +99,17 @@ class Model {
   /// fit the configuration and what has no place in it. Warns on stderr of other weight files.
   Model(const std::string& folder, std::shared_ptr<lowrankkv::cpu::ThreadPool> threads);
 
-  /// Linear layers are computed by `products` from now on.
-  void compute_with(std::shared_ptr<LinearProducts> products) { products_ = std::move(products); }
+  /// A layer's weights.
+  struct Layer {
+    std::vector<float> attention_norm, mlp_norm;
+    std::vector<float> query_norm, key_norm;  // of each head [head_dim], or empty
+    Linear query, key, value, output, gate, up, down;
+  };
+
+#ifdef LOWRANKKV_LLAMA_CUDA
+  /// forward() without observers and logits() are computed on the current GPU from now on.
+  void compute_on_gpu() { device_ = make_device_model(*this); }
+#endif
   const Config& config() const { return config_; }
   /// A checksum over the weights and what the configuration says of them: the same for the same
   /// model. Cost: one pass over the weights.
@@ -119,6 +117,13 @@ class Model {
   /// Texts begin with `bos` from now on, -1 for nothing: what the tokenizer says, where it does.
   void begin_with(std::int32_t bos) { config_.bos = bos; }
   const std::shared_ptr<lowrankkv::cpu::ThreadPool>& threads() const { return threads_; }
+  const Layer& layer(int index) const { return layers_[static_cast<std::size_t>(index)]; }
+  /// [vocabulary_size, hidden_size]
+  const std::vector<float>& embedding() const { return embedding_; }
+  /// The head's weights [vocabulary_size, hidden_size], which may be the embedding.
+  const std::vector<float>& head() const { return tied_ ? embedding_ : head_.weight; }
+  /// The gain of the norm behind the last layer [hidden_size].
+  const std::vector<float>& final_gain() const { return final_norm_; }
   /// The projections of a layer's attention, and the gain of the norm before it [hidden_size].
   const Linear& query_projection(int layer) const {
     return layers_[static_cast<std::size_t>(layer)].query;
@@ -138,7 +143,8 @@ class Model {
   /// Runs tokens at positions [first, first + tokens.size()) through the layers: the normalised
   /// hidden states [n, hidden_size].
   /// `observe` gets the residual stream behind each layer's attention; `observe_input` the stream
-  /// that comes into each layer, and as layer num_layers the one that leaves the last.
+  /// that comes into each layer, and as layer num_layers the one that leaves the last. With either
+  /// the CPU computes, whatever compute_on_gpu() said.
   std::vector<float> forward(const std::vector<std::int32_t>& tokens, std::int64_t first,
                              const Attention& attention, const StreamObserver& observe = {},
                              const StreamObserver& observe_input = {}) const;
@@ -154,11 +160,6 @@ class Model {
                             std::int64_t n) const;
 
  private:
-  struct Layer {
-    std::vector<float> attention_norm, mlp_norm;
-    std::vector<float> query_norm, key_norm;  // of each head [head_dim], or empty
-    Linear query, key, value, output, gate, up, down;
-  };
   void apply(const Linear& linear, const float* in, std::int64_t rows, float* out) const;
   /// out [rows, in_features] (+)= in [rows, out_features] weight.
   void apply_transposed(const Linear& linear, const float* in, std::int64_t rows, float* out,
@@ -169,6 +170,8 @@ class Model {
                        float* d_hidden) const;
   /// d_x of x + mlp(norm(x)): on entry the gradient of the sum, on return that of x.
   void add_mlp_gradient(const Layer& layer, const float* x, std::int64_t n, float* d_x) const;
+  /// Raises std::runtime_error for an id that the vocabulary does not have.
+  void check_vocabulary(const std::vector<std::int32_t>& tokens) const;
   /// The embedding's rows of tokens, [n, hidden_size].
   std::vector<float> embed(const std::vector<std::int32_t>& tokens) const;
   /// Cosines and sines of positions [first, first + n), each [n, head_dim / 2].
@@ -189,7 +192,7 @@ class Model {
   Linear head_;  // tied: no weights of its own
   bool tied_ = false;
   std::vector<Layer> layers_;
-  std::shared_ptr<LinearProducts> products_;  // none: on the CPU
+  std::unique_ptr<DeviceModel> device_;  // none: on the CPU
 };
 
 }  // namespace llama

@@ -83,8 +83,8 @@ class StackStore final : public KvStore {
   std::vector<float> accumulated_;
 };
 
-/// Caches in device memory behind the same interface: cache and attention are on the GPU,
-/// everything else of the model is on the CPU.
+/// Caches in device memory behind the same interface, for a model that is computed on the GPU: rows
+/// are in device memory too.
 class DeviceStore final : public KvStore {
  public:
   /// @param pre_rope  keys are stored before their rotary embedding

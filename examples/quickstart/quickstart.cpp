@@ -98,8 +98,8 @@ void prepare_model(Job& job, const llama::Engine& engine, const std::string& dat
   job.calibration = llama::calibrate(engine, text, size.tokens, window,
                                      {lowrankkv::Rope::post, lowrankkv::Rope::pre});
   llama::use_loss_metric(engine, engine.tokenizer.encode(text),
-                         {size.tokens, window, /*sinks=*/false, /*combine=*/true}, job.calibration,
-                         nullptr);
+                         {size.tokens, window, /*sinks=*/false, /*combine=*/true, 2 * window},
+                         job.calibration, nullptr);
   const std::pair<const char*, std::vector<double>> methods[] = {
       {"FullKV", {}},
       {"StarKV", {0.2}},

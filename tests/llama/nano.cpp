@@ -3,6 +3,7 @@
 // names folders, ':' between them).
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <fstream>
 #include <nlohmann/json.hpp>
@@ -256,6 +257,19 @@ TEST_CASE("sampling follows its seed, its temperature and its nucleus") {
   CHECK(run(1.0F, 1e-6F, 3) == greedy);  // a nucleus of one token
 }
 
+TEST_CASE("windows of gradients are spread evenly over the positions") {
+  for (const std::int64_t span : {0, 1, 1000}) {
+    std::vector<std::int64_t> all;
+    for (std::int64_t index = 0; index < 40; ++index) all.push_back(first_position(index, span));
+    CHECK(all.front() == 0);
+    std::sort(all.begin(), all.end());
+    CHECK(all.back() <= span);
+    // 40 of them: no gap of more than 3 fortieths.
+    for (std::size_t i = 1; i < all.size(); ++i) CHECK(all[i] - all[i - 1] <= 3 * span / 40 + 1);
+    CHECK(span - all.back() <= 3 * span / 40 + 1);
+  }
+}
+
 TEST_CASE("the metric of the loss: rows of every window but sinks and copies, the same every run") {
   using lowrankkv::Rope;
   using lowrankkv::calibrate::CodingMetric;
@@ -291,6 +305,22 @@ TEST_CASE("the metric of the loss: rows of every window but sinks and copies, th
   CHECK((combined.head(0).key_metric - by_hand.head(0).key_metric).norm() <=
         1e-4 * by_hand.head(0).key_metric.norm());
   CHECK(outputs.pre_rope_outputs.empty());
+  // Windows that are taken to begin elsewhere turn rotated keys, and nothing else.
+  Calibration elsewhere =
+      calibrate(nano(), text, 600, 300, {Rope::post, Rope::pre}, CodingMetric::loss);
+  use_loss_metric(nano(), nano().tokenizer.encode(text), {600, 200, false, false, 900}, elsewhere,
+                  nullptr);
+  for (std::size_t layer = 0; layer < a.post_rope.size(); ++layer) {
+    for (const Rope form : {Rope::post, Rope::pre}) {
+      const auto &here = a.of(form)[layer].coding().head(1),
+                 &there = elsewhere.of(form)[layer].coding().head(1);
+      CHECK(there.key.second.trace() == doctest::Approx(here.key.second.trace()).epsilon(1e-4));
+      CHECK(there.key_metric.trace() == doctest::Approx(here.key_metric.trace()).epsilon(1e-3));
+      CHECK((there.value.second - here.value.second).norm() <= 1e-4 * here.value.second.norm());
+      const double moved = (there.key.second - here.key.second).norm() / here.key.second.norm();
+      CHECK((form == Rope::pre ? moved < 1e-4 : moved > 1e-2));
+    }
+  }
   Calibration none;
   CHECK_THROWS_WITH_AS(use_loss_metric(nano(), "", 600, 200, none),
                        doctest::Contains("at least 2 are expected"), std::runtime_error);
