@@ -113,7 +113,7 @@ part_architectures() {
 
 part_fuzz() {  # LOWRANKKV_FUZZ_SECONDS=600: longer
   install_dependencies "${build_packages[@]}" clang libclang-rt-dev python3 doctest-dev
-  build check-fuzz -DCMAKE_CXX_COMPILER=clang++ -DLOWRANKKV_NATIVE=OFF -DLOWRANKKV_TESTS=fuzz -DLOWRANKKV_BUILD_EXAMPLES=OFF -DLOWRANKKV_SANITIZE=address,undefined "-DLOWRANKKV_FUZZ_SECONDS=${LOWRANKKV_FUZZ_SECONDS:-60}"
+  build check-fuzz -DCMAKE_CXX_COMPILER=clang++ -DLOWRANKKV_NATIVE=OFF -DLOWRANKKV_TESTS=fuzz -DLOWRANKKV_BUILD_EXAMPLES=OFF -DLOWRANKKV_SANITIZE=address,undefined "${cuda[@]}" "-DLOWRANKKV_FUZZ_SECONDS=${LOWRANKKV_FUZZ_SECONDS:-60}"
   run_tests check-fuzz
 }
 

@@ -6,12 +6,15 @@
 
 #include <Eigen/Core>
 #include <algorithm>
+#include <charconv>
+#include <cmath>
 #include <cstddef>
 #include <filesystem>
 #include <set>
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -84,6 +87,9 @@ struct PartWriter {
   void squares(const cal::CodingStatistics& coding) { sample(coding.stream_squares()); }
 };
 
+/// More rows than any calibration has.
+constexpr double kMostRows = 9007199254740992.0;
+
 /// Reads them.
 class PartReader {
  public:
@@ -93,7 +99,23 @@ class PartReader {
   double number() {
     if (at_ == sums_.size())
       fail<lowrankkv::FormatError>(name_, ": ", sums_.size(), " sums, more expected");
+    if (!std::isfinite(sums_[at_]))
+      fail<lowrankkv::FormatError>(name_, ": sum ", at_, " is ", sums_[at_], ", finite expected");
     return sums_[at_++];
+  }
+  /// A number of rows.
+  double count() {
+    const double rows = number();
+    if (!(rows >= 0.0 && rows <= kMostRows))
+      fail<lowrankkv::FormatError>(name_, ": sum ", at_ - 1, " is of ", rows, " rows, 0 to ",
+                                   kMostRows, " expected");
+    return rows;
+  }
+  bool flag() {
+    const double value = number();
+    if (value != 0.0 && value != 1.0)
+      fail<lowrankkv::FormatError>(name_, ": sum ", at_ - 1, " is ", value, ", 0 or 1 expected");
+    return value != 0.0;
   }
   template <class Matrix>
   void matrix(Matrix& matrix) {
@@ -102,26 +124,29 @@ class PartReader {
   void moments(cal::Moments& moments) {
     matrix(moments.second);
     matrix(moments.first);
-    moments.count = number();
+    moments.count = count();
   }
   void sample(cal::RowSample& sample) {
     const double seen = number(), size = number();
     const double left = static_cast<double>(rows_.size() - at_row_);
-    constexpr double kMostRows = 9007199254740992.0;
     if (!(size >= 0.0 && size <= left && seen >= 0.0 && seen <= kMostRows))
       fail<lowrankkv::FormatError>(name_, ": a sample of ", size, " numbers of ", seen, " rows; ",
                                    left, " numbers are left, and 0 to ", kMostRows,
                                    " rows expected");
     const auto from = rows_.begin() + static_cast<std::ptrdiff_t>(at_row_);
     at_row_ += static_cast<std::size_t>(size);
-    sample = cal::RowSample(sample.head_dim(), sample.capacity(),
-                            {from, rows_.begin() + static_cast<std::ptrdiff_t>(at_row_)},
-                            static_cast<std::int64_t>(seen));
+    const std::vector<float> rows(from, rows_.begin() + static_cast<std::ptrdiff_t>(at_row_));
+    for (const float value : rows) {
+      if (!std::isfinite(value))
+        fail<lowrankkv::FormatError>(name_, ": a row's number is ", value, ", finite expected");
+    }
+    sample =
+        cal::RowSample(sample.head_dim(), sample.capacity(), rows, static_cast<std::int64_t>(seen));
   }
   void metric(cal::CodingStatistics& coding) {
-    coding.set_metric(number() != 0.0 ? cal::CodingMetric::loss : cal::CodingMetric::output);
-    coding.set_num_queries(number());
-    if (number() != 0.0) coding.gather_sinks();
+    coding.set_metric(flag() ? cal::CodingMetric::loss : cal::CodingMetric::output);
+    coding.set_num_queries(count());
+    if (flag()) coding.gather_sinks();
   }
   void squares(cal::CodingStatistics& coding) {
     cal::RowSample squares = coding.stream_squares();
@@ -144,10 +169,17 @@ class PartReader {
 constexpr std::pair<lowrankkv::Rope, const char*> kForms[] = {{lowrankkv::Rope::post, "post_rope"},
                                                               {lowrankkv::Rope::pre, "pre_rope"}};
 
+/// The state of random numbers.
+std::string text_of(const std::mt19937_64& random) {
+  std::ostringstream stream;
+  stream << random;
+  return stream.str();
+}
+
 }  // namespace
 
-void Checkpoint::save(const CalibrationPlace& place, const Calibration& calibration, bool always) {
-  if (!always && std::chrono::duration<double>(Clock::now() - saved_).count() < pause_) return;
+lowrankkv::io::SafetensorsWriter Checkpoint::written(const CalibrationPlace& place,
+                                                     const Calibration& calibration) const {
   lowrankkv::io::SafetensorsWriter writer;
   writer.set_metadata("format", kFormat);
   writer.set_metadata("version", kVersion);
@@ -155,9 +187,7 @@ void Checkpoint::save(const CalibrationPlace& place, const Calibration& calibrat
   writer.set_metadata("pass", place.gradients ? "gradients" : "moments");
   writer.set_metadata("done", std::to_string(place.done));
   writer.set_metadata("half", place.half ? "1" : "0");
-  std::ostringstream random;
-  random << place.random;
-  writer.set_metadata("random", random.str());
+  writer.set_metadata("random", text_of(place.random));
   for (const auto& [form, name] : kForms) {
     if (calibration.of(form).empty()) continue;
     PartWriter parts;
@@ -169,8 +199,18 @@ void Checkpoint::save(const CalibrationPlace& place, const Calibration& calibrat
     writer.add(std::string(name) + ".rows", {static_cast<std::int64_t>(parts.rows.size())},
                parts.rows);
   }
+  return writer;
+}
+
+std::vector<std::byte> Checkpoint::bytes(const CalibrationPlace& place,
+                                         const Calibration& calibration) const {
+  return written(place, calibration).bytes();
+}
+
+void Checkpoint::save(const CalibrationPlace& place, const Calibration& calibration, bool always) {
+  if (!always && std::chrono::duration<double>(Clock::now() - saved_).count() < pause_) return;
   const std::string beside = path_ + ".part";
-  writer.write(beside);
+  written(place, calibration).write(beside);
   std::error_code error;
   std::filesystem::rename(beside, path_, error);
   if (error)
@@ -181,17 +221,17 @@ void Checkpoint::save(const CalibrationPlace& place, const Calibration& calibrat
 }
 
 bool Checkpoint::restore(CalibrationPlace& place, Calibration& calibration) const {
-  return restore(place, calibration, false);
+  return std::filesystem::exists(path_) &&
+         read(lowrankkv::io::Safetensors::read(path_), place, calibration, false);
 }
 
 bool Checkpoint::restore_gradients(CalibrationPlace& place, Calibration& calibration) const {
-  return restore(place, calibration, true);
+  return std::filesystem::exists(path_) &&
+         read(lowrankkv::io::Safetensors::read(path_), place, calibration, true);
 }
 
-bool Checkpoint::restore(CalibrationPlace& place, Calibration& calibration,
-                         bool of_gradients) const {
-  if (!std::filesystem::exists(path_)) return false;
-  const auto file = lowrankkv::io::Safetensors::read(path_);
+bool Checkpoint::read(const lowrankkv::io::Safetensors& file, CalibrationPlace& place,
+                      Calibration& calibration, bool of_gradients) const {
   const auto metadata = [&](const std::string& key) {
     const auto entry = file.metadata().find(key);
     return entry == file.metadata().end() ? std::string("missing") : entry->second;
@@ -212,16 +252,27 @@ bool Checkpoint::restore(CalibrationPlace& place, Calibration& calibration,
       fail<lowrankkv::ValueError>("checkpoint ", path_, ": ", name, " ", metadata("job." + name),
                                   ", of this run ", wanted, "; remove the file to begin again");
   }
+  const auto one_of = [&](const char* key, const char* no, const char* yes) {
+    const std::string value = metadata(key);
+    if (value != no && value != yes)
+      fail<lowrankkv::FormatError>("checkpoint ", path_, ": ", key, " is ", value, ", ", no, " or ",
+                                   yes, " expected");
+    return value == yes;
+  };
   CalibrationPlace stored;
-  stored.gradients = metadata("pass") == "gradients";
-  stored.half = metadata("half") == "1";
-  std::istringstream done(metadata("done")), random(metadata("random"));
-  done >> stored.done;
-  random >> stored.random;
-  if (!done || !random || stored.done < 0)
-    fail<lowrankkv::FormatError>("checkpoint ", path_, ": done is ", metadata("done"),
-                                 ", a number of tokens or windows expected, with a state of random "
-                                 "numbers");
+  stored.gradients = one_of("pass", "moments", "gradients");
+  stored.half = one_of("half", "0", "1");
+  const std::string done = metadata("done"), random = metadata("random");
+  const char* const end = done.data() + done.size();
+  const auto number = std::from_chars(done.data(), end, stored.done);
+  if (number.ec != std::errc() || number.ptr != end || stored.done < 0)
+    fail<lowrankkv::FormatError>("checkpoint ", path_, ": done is ", done,
+                                 ", a number of tokens or windows expected");
+  std::istringstream(random) >> stored.random;
+  if (text_of(stored.random) != random)
+    fail<lowrankkv::FormatError>("checkpoint ", path_, ": random is '", random.substr(0, 40),
+                                 "', a state of random numbers expected, which begins '",
+                                 text_of(stored.random).substr(0, 40), "' when it is read");
   if (of_gradients && !stored.gradients) return false;
   for (const auto& [form, name] : kForms) {
     if (calibration.of(form).empty()) continue;

@@ -4,13 +4,16 @@
 #pragma once
 
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <map>
 #include <random>
 #include <string>
+#include <vector>
 
 #include "kv_store.hpp"
+#include "lowrankkv/io/safetensors.hpp"
 
 namespace llama {
 
@@ -40,6 +43,12 @@ class Checkpoint {
   bool restore(CalibrationPlace& place, Calibration& calibration) const;
   /// The same, but a file of the pass of moments counts as none.
   bool restore_gradients(CalibrationPlace& place, Calibration& calibration) const;
+  /// What restore() does with a file that is in memory, restore_gradients() if `of_gradients`.
+  /// False, and nothing changed, if it counts as none. Throws as they do.
+  bool read(const lowrankkv::io::Safetensors& file, CalibrationPlace& place,
+            Calibration& calibration, bool of_gradients) const;
+  /// The file that save() writes.
+  std::vector<std::byte> bytes(const CalibrationPlace& place, const Calibration& calibration) const;
   /// Writes the file, but only if the pause since the last one has passed, unless `always`. Throws
   /// std::runtime_error if it cannot be written. Bytes: those of the bundles, and a few thousand.
   void save(const CalibrationPlace& place, const Calibration& calibration, bool always = false);
@@ -50,7 +59,8 @@ class Checkpoint {
   std::function<void()> on_saved;
 
  private:
-  bool restore(CalibrationPlace& place, Calibration& calibration, bool of_gradients) const;
+  lowrankkv::io::SafetensorsWriter written(const CalibrationPlace& place,
+                                           const Calibration& calibration) const;
 
   using Clock = std::chrono::steady_clock;
   std::string path_;

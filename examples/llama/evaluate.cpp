@@ -334,6 +334,9 @@ Calibration calibrate(const Engine& engine, const Ids& ids, int window_tokens,
   CalibrationPlace place;
   if (checkpoint != nullptr && checkpoint->restore(place, calibration) && place.gradients)
     return calibration;  // this pass is behind it
+  if (place.done > static_cast<std::int64_t>(limit))
+    throw std::runtime_error("calibration: the checkpoint has done " + std::to_string(place.done) +
+                             " tokens, the text has " + std::to_string(limit));
   Progress progress("calibrate", static_cast<std::int64_t>(limit));
   progress.resume(place.done);
   // Every second window is half as long, for coding alone: its metrics must serve contexts of all
@@ -452,6 +455,22 @@ void check_sample(const Sample& sample, const Config& config, std::size_t index)
 }
 
 }  // namespace
+
+std::int64_t longest_sample(const Engine& engine, const std::vector<Sample>& samples) {
+  std::size_t most = 0;
+  for (const Sample& sample : samples)
+    most = std::max(most, sample.prompt.size() + sample.answer.size());
+  return std::min<std::int64_t>(static_cast<std::int64_t>(most),
+                                engine.model.config().max_positions);
+}
+
+std::int64_t longest_sample(const Engine& engine, const std::vector<RulerSample>& samples) {
+  std::int64_t most = 0;
+  for (const RulerSample& sample : samples)
+    most = std::max(most, static_cast<std::int64_t>(encode_prompt(engine, sample.prompt).size()) +
+                              sample.scoring.tokens);
+  return std::min<std::int64_t>(most, engine.model.config().max_positions);
+}
 
 void measure_retrieval(const Engine& engine, std::vector<Contender>& contenders,
                        const std::string& set, const std::vector<Sample>& samples, int tail) {

@@ -177,6 +177,11 @@ void measure_divergence(const Engine& engine, std::vector<Contender>& contenders
                         const std::vector<NamedText>& texts, int max_windows,
                         const WindowShape& shape = {});
 
+/// Tokens of the longest prompt with its answer, of RULER's at most. No more than the model has
+/// positions: longer samples are refused when they are measured.
+std::int64_t longest_sample(const Engine& engine, const std::vector<Sample>& samples);
+std::int64_t longest_sample(const Engine& engine, const std::vector<RulerSample>& samples);
+
 /// Exact match: the prompt without its last `tail` tokens is prefilled exactly and compressed, the
 /// tail and the answer are teacher-forced; a sample counts when every answer token is the argmax.
 /// One exact prefill serves all contenders.

@@ -95,6 +95,9 @@ void use_loss_metric(const Engine& engine, const std::vector<std::int32_t>& ids,
   CalibrationPlace place;
   place.gradients = true;
   if (checkpoint != nullptr) checkpoint->restore_gradients(place, calibration);
+  if (place.done > windows)
+    throw std::runtime_error("calibration: the checkpoint has done " + std::to_string(place.done) +
+                             " windows of gradients, there are " + std::to_string(windows));
   std::mt19937_64& random = place.random;
   Progress progress("gradients", windows * length);
   progress.resume(place.done * length);

@@ -302,9 +302,10 @@ int main(int argc, char** argv) try {
   generate->add_option("--temperature", sampling.temperature, "0 is greedy")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
-  generate->add_option("--top-p", sampling.top_p, "nucleus")
-      ->check(CLI::Range(0.0, 1.0))
-      ->capture_default_str();
+  const CLI::Option* nucleus =
+      generate->add_option("--top-p", sampling.top_p, "nucleus, with a --temperature above 0")
+          ->check(CLI::Range(0.0, 1.0))
+          ->capture_default_str();
   const CLI::Option* sampling_seed =
       options.add_seed(generate, "what is drawn with a --temperature above 0");
 
@@ -481,6 +482,9 @@ int main(int argc, char** argv) try {
   if (sampling_seed->count() > 0 && sampling.temperature == 0.0F)
     throw std::runtime_error("generate: --seed " + std::to_string(options.seed) +
                              " with --temperature 0, which draws nothing");
+  if (nucleus->count() > 0 && sampling.temperature == 0.0F)
+    throw std::runtime_error("generate: --top-p " + nucleus->results().front() +
+                             " with --temperature 0, which draws nothing");
   if (synthesize->parsed() && words.empty()) words = llama::words_beside(llama::this_program());
   llama::Engine engine(options.model, options.threads);
 #ifdef LOWRANKKV_LLAMA_CUDA
@@ -561,7 +565,7 @@ int main(int argc, char** argv) try {
     while (ruler.size() > 1 && ruler.back() == '/') ruler.pop_back();
     const auto set = llama::load_ruler(ruler, tasks, samples);
     const auto first = llama::encode_prompt(engine, set.front().prompt);
-    auto contenders = options.contenders(engine, engine.model.config().max_positions,
+    auto contenders = options.contenders(engine, llama::longest_sample(engine, set),
                                          static_cast<std::int64_t>(first.size()));
     llama::measure_ruler(engine, contenders, llama::file_name(ruler), set, tail);
     finish(options, rows_of(contenders));
@@ -570,7 +574,7 @@ int main(int argc, char** argv) try {
   if (retrieve->parsed()) {
     if (eval.empty()) throw std::runtime_error("retrieve: --eval or --ruler is needed");
     const auto set = llama::load_samples(eval, tasks, samples);
-    auto contenders = options.contenders(engine, engine.model.config().max_positions,
+    auto contenders = options.contenders(engine, llama::longest_sample(engine, set),
                                          static_cast<std::int64_t>(set.front().prompt.size()));
     llama::measure_retrieval(engine, contenders, eval.substr(eval.find_last_of('/') + 1), set,
                              tail);

@@ -14,6 +14,10 @@
 
 #include "fuzz.hpp"
 
+#ifndef LOWRANKKV_FUZZ_TRIALS
+#define LOWRANKKV_FUZZ_TRIALS 2000  // damaged seeds
+#endif
+
 namespace {
 
 fuzz::Bytes read(const std::filesystem::path& path) {
@@ -76,7 +80,7 @@ int main(int count, char** arguments) {
   for (const fuzz::Seed& seed : seeds) {
     if (!fuzz::accepts(seed.bytes)) fuzz::broken("the seed " + seed.name + " was refused");
   }
-  constexpr int kTrials = 2000;
+  constexpr int kTrials = LOWRANKKV_FUZZ_TRIALS;
   const int damaged = try_damaged(seeds, kTrials);
   std::printf("%zu inputs, %d accepted; %d damaged seeds, %d accepted\n", paths.size(), accepted,
               kTrials, damaged);

@@ -4,11 +4,15 @@
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstddef>
+#include <cstdint>
+#include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <memory>
+#include <span>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -16,6 +20,7 @@
 #include "evaluate.hpp"
 #include "loss_metric.hpp"
 #include "lowrankkv/calibrate/bundle.hpp"
+#include "nano_engine.hpp"
 
 namespace {
 
@@ -23,13 +28,7 @@ using namespace llama;
 using lowrankkv::Rope;
 using lowrankkv::calibrate::CodingMetric;
 
-const std::string kData = LOWRANKKV_EXAMPLE_DATA;
 const std::string kPath = "calibration_checkpoint_test.safetensors";
-
-const Engine& nano() {
-  static const Engine engine(kData + "/nano", 2);
-  return engine;
-}
 
 struct Stopped : std::runtime_error {
   Stopped() : std::runtime_error("stopped") {}
@@ -123,6 +122,81 @@ TEST_CASE("a checkpoint of another run is refused, and both values are named") {
   refused(
       "format lowrankkv.moments version 5, expected lowrankkv.calibration_checkpoint version 1");
   std::filesystem::remove(kPath);
+}
+
+TEST_CASE("a checkpoint whose place or numbers cannot be is refused, and they are named") {
+  using lowrankkv::calibrate::LayerMoments;
+  const auto layers = [] {
+    Calibration calibration;
+    calibration.post_rope.assign(1, LayerMoments({1, 1, 2}));
+    return calibration;
+  };
+  const Checkpoint checkpoint("file", {});
+  const Calibration written = layers();
+  const std::vector<std::byte> good = checkpoint.bytes({}, written);
+  const auto message = [&](const std::vector<std::byte>& bytes) {
+    Calibration calibration = layers();
+    CalibrationPlace place;
+    place.done = 7;
+    try {
+      const bool read =
+          checkpoint.read(lowrankkv::io::Safetensors(bytes), place, calibration, false);
+      CHECK(read);
+      CHECK(place.done == 0);
+    } catch (const lowrankkv::FormatError& error) {
+      CHECK(place.done == 7);
+      return std::string(error.what());
+    }
+    return std::string("nothing was raised");
+  };
+  CHECK(message(good) == "nothing was raised");
+  // The same length: the header's stays right.
+  const auto with = [&](const std::string& text, const std::string& other) {
+    REQUIRE(text.size() == other.size());
+    std::vector<std::byte> bytes = good;
+    const auto wanted = std::as_bytes(std::span(text));
+    const auto at = std::search(bytes.begin(), bytes.end(), wanted.begin(), wanted.end());
+    REQUIRE(at != bytes.end());
+    std::ranges::copy(std::as_bytes(std::span(other)), at);
+    return message(bytes);
+  };
+  CHECK(with("\"moments\"", "\"momemts\"") ==
+        "checkpoint file: pass is momemts, moments or gradients expected");
+  CHECK(with("\"half\":\"0\"", "\"half\":\"2\"") == "checkpoint file: half is 2, 0 or 1 expected");
+  CHECK(with("\"done\":\"0\"", "\"done\":\"x\"") ==
+        "checkpoint file: done is x, a number of tokens or windows expected");
+  CHECK(with("\"random\":\"1 ", "\"random\":\"x ").starts_with("checkpoint file: random is 'x "));
+  // The first sum says whether the metric is that of the loss, the second counts queries.
+  const auto with_sum = [&](std::size_t place, double value) {
+    std::vector<std::byte> bytes = good;
+    std::uint64_t header = 0;
+    std::memcpy(&header, bytes.data(), sizeof header);
+    std::memcpy(bytes.data() + 8 + header + 8 * place, &value, sizeof value);
+    return message(bytes);
+  };
+  CHECK(with_sum(0, 2.0) == "checkpoint file: post_rope: sum 0 is 2, 0 or 1 expected");
+  CHECK(with_sum(1, -1.0) ==
+        "checkpoint file: post_rope: sum 1 is of -1 rows, 0 to 9.0072e+15 expected");
+  CHECK(with_sum(5, HUGE_VAL) == "checkpoint file: post_rope: sum 5 is inf, finite expected");
+}
+
+TEST_CASE("a checkpoint that has done more than there is to do is refused with both numbers") {
+  const std::vector<std::int32_t> tokens(300, 7);
+  std::filesystem::remove(kPath);
+  Checkpoint checkpoint(kPath, {}, 0.0);
+  CalibrationPlace place;
+  Calibration calibration =
+      calibrate(nano(), tokens, 300, {Rope::post}, CodingMetric::loss, nullptr);
+  place.done = 301;
+  checkpoint.save(place, calibration);
+  CHECK_THROWS_WITH(calibrate(nano(), tokens, 300, {Rope::post}, CodingMetric::loss, &checkpoint),
+                    "calibration: the checkpoint has done 301 tokens, the text has 300");
+  place.gradients = true;
+  place.done = 3;
+  checkpoint.save(place, calibration);
+  CHECK_THROWS_WITH(use_loss_metric(nano(), tokens, {300, 200}, calibration, &checkpoint),
+                    "calibration: the checkpoint has done 3 windows of gradients, there are 1");
+  checkpoint.remove();
 }
 
 TEST_CASE("files are written when the pause has passed, and where they cannot be, it says so") {

@@ -153,8 +153,11 @@ TEST_CASE(
     samples.push_back(
         {"qa_1", made.prompt_text, {"not there", answer}, {.all = false, .tokens = 20}});
   }
+  const std::int64_t longest = longest_sample(engine, samples);
+  CHECK(longest > 600);
+  CHECK(longest < 640);
   auto contenders =
-      make_contenders(engine, {"FullKV", "StreamingLLM"}, {0.15}, {.context = 600}, 700, {});
+      make_contenders(engine, {"FullKV", "StreamingLLM"}, {0.15}, {.context = 600}, longest, {});
   measure_ruler(engine, contenders, "set", samples, 32);
   const Row &full = contenders[0].row, &cut = contenders[1].row;
   CHECK(full.retrieval_set == "set");
@@ -175,6 +178,7 @@ TEST_CASE(
   CHECK_FALSE(json[0].contains("exact_match"));
 
   samples[1].scoring.tokens = 4000;
+  CHECK(longest_sample(engine, samples) == engine.model.config().max_positions);
   CHECK_THROWS_WITH_AS(measure_ruler(engine, contenders, "set", samples, 32),
                        doctest::Contains("ruler: sample 1 of task qa_1: "), std::runtime_error);
   CHECK_THROWS_WITH_AS(measure_ruler(engine, contenders, "set", {}, 0),

@@ -9,18 +9,13 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 
+#include "nano_engine.hpp"
 #include "report.hpp"
 
 using namespace llama;
 
 namespace {
 
-const std::string kData = LOWRANKKV_EXAMPLE_DATA;
-
-const Engine& nano() {
-  static const Engine engine(kData + "/nano", 2);
-  return engine;
-}
 /// Speed of methods that need no bases.
 std::vector<Row> measure(const std::vector<std::int64_t>& lengths, const SpeedOptions& options,
                          std::int64_t tokens = 400) {

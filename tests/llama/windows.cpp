@@ -15,18 +15,13 @@
 
 #include "divergence.hpp"
 #include "evaluate.hpp"
+#include "nano_engine.hpp"
 #include "report.hpp"
 
 using namespace llama;
 
 namespace {
 
-const std::string kData = LOWRANKKV_EXAMPLE_DATA;
-
-const Engine& nano() {
-  static const Engine engine(kData + "/nano", 2);
-  return engine;
-}
 std::string text(const std::string& name) { return read_text(kData + "/text/" + name + ".txt"); }
 std::vector<Contender> contenders(const std::vector<std::string>& names,
                                   const std::vector<double>& ratios, std::int64_t tokens) {

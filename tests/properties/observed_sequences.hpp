@@ -56,6 +56,7 @@ class Driver {
   }
 
   void run(int operations) {
+    support::count_operations(operations);
     start();
     for (int i = 0; i < operations; ++i) {
       const int what = draw(0, 9);

@@ -90,6 +90,7 @@ class Driver {
   }
 
   void run(int operations) {
+    support::count_operations(operations);
     for (int i = 0; i < operations; ++i) {
       const int kind = draw(0, 9);
       if (oracles_.empty() || (kind == 0 && oracles_.size() < 4))

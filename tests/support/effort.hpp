@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 
 namespace support {
@@ -19,6 +20,16 @@ inline int effort() {
 inline std::uint64_t seed_of(std::uint64_t own) {
   const char* wish = std::getenv("LOWRANKKV_TEST_SEED");
   return own + (wish == nullptr ? 0 : 1000 * std::strtoull(wish, nullptr, 10));
+}
+
+/// Counts random operations; the program says at its end how many there were.
+inline void count_operations(std::int64_t operations) {
+  struct Count {
+    std::int64_t all = 0;
+    ~Count() { std::printf("%lld random operations\n", static_cast<long long>(all)); }
+  };
+  static Count count;
+  count.all += operations;
 }
 
 }  // namespace support
