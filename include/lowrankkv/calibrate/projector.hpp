@@ -24,12 +24,9 @@
 LOWRANKKV_NAMESPACE_BEGIN
 namespace calibrate {
 
-/// @brief The product D^1 D^2 ... D^N (DLRP eq. 11). @throws ShapeError if the chain is empty or
-/// neighbours do not fit
-///
-/// Cost: N - 1 products.
+/// @brief Raises ShapeError if the chain is empty or neighbours do not fit.
 template <class Real = double>
-Eigen::MatrixXd fold(std::type_identity_t<std::span<const Eigen::MatrixX<Real>>> chain) {
+void check_chain(std::type_identity_t<std::span<const Eigen::MatrixX<Real>>> chain) {
   if (chain.empty())
     ::lowrankkv::detail::fail<ShapeError>("projector: num_factors ", chain.size(),
                                           ", at least 1 needed");
@@ -40,6 +37,15 @@ Eigen::MatrixXd fold(std::type_identity_t<std::span<const Eigen::MatrixX<Real>>>
                                             chain[n].rows(), " rows");
     }
   }
+}
+
+/// @brief The product D^1 D^2 ... D^N (DLRP eq. 11). @throws ShapeError if the chain is empty or
+/// neighbours do not fit
+///
+/// Cost: N - 1 products.
+template <class Real = double>
+Eigen::MatrixXd fold(std::type_identity_t<std::span<const Eigen::MatrixX<Real>>> chain) {
+  check_chain<Real>(chain);
   Eigen::MatrixX<Real> product = chain.front();
   for (std::size_t n = 1; n < chain.size(); ++n) product = product * chain[n];
   return product;
