@@ -19,6 +19,7 @@ LAYERS = [
     {"diagnostics"},
     {"cpu"},
     {"calibrate", "detail", "cuda"},
+    {"train"},
     {"presets.hpp", "cuda.hpp"},
     {"budgeted.hpp"},
     {"lowrankkv.hpp"},
