@@ -27,9 +27,9 @@ std::int32_t draw(const float* probabilities, int count, std::mt19937_64& random
 }
 
 // Dense rows [n, heads, head_dim] behind the sinks, which have their place at a text's beginning,
-// turned by `positions` more.
-std::vector<float> turned(const Config& config, const float* rows, std::int64_t n,
-                          std::int64_t positions) {
+// rotated by `positions` more.
+std::vector<float> rotated_further(const Config& config, const float* rows, std::int64_t n,
+                                   std::int64_t positions) {
   const int dim = config.head_dim, half = dim / 2;
   const std::int64_t width = std::int64_t{config.num_kv_heads} * dim;
   std::vector<float> result(rows, rows + n * width);
@@ -47,6 +47,37 @@ std::vector<float> turned(const Config& config, const float* rows, std::int64_t 
     }
   }
   return result;
+}
+
+// A window: its rows, those of them that statistics are of, and the position of its first.
+struct GradientWindow {
+  std::int64_t rows, context, begins;
+};
+
+// Adds a layer's rows of a window, and their gradients, with keys in this form.
+void add_gradients(const Config& config, lowrankkv::Rope form, int layer,
+                   const GradientWindow& window, const RowGradients& own,
+                   lowrankkv::calibrate::CodingStatistics& coding) {
+  const auto keys = [&](const float* rows) {
+    return lowrankkv::KeyView(rows, window.rows, config.num_kv_heads, config.head_dim)
+        .tokens(0, window.context);
+  };
+  const auto values = [&](const float* rows) {
+    return lowrankkv::ValueView(rows, window.rows, config.num_kv_heads, config.head_dim)
+        .tokens(0, window.context);
+  };
+  if (form == lowrankkv::Rope::pre) {
+    coding.add_gradients(keys(own.rows.pre_rope_key), values(own.rows.value),
+                         keys(own.pre_rope_key), values(own.value));
+  } else if (window.begins == 0 || !config.rotates(layer)) {
+    coding.add_gradients(keys(own.rows.key), values(own.rows.value), keys(own.key),
+                         values(own.value));
+  } else {
+    const auto key = rotated_further(config, own.rows.key, window.rows, window.begins);
+    const auto gradient = rotated_further(config, own.key, window.rows, window.begins);
+    coding.add_gradients(keys(key.data()), values(own.rows.value), keys(gradient.data()),
+                         values(own.value));
+  }
 }
 
 }  // namespace
@@ -118,29 +149,10 @@ void use_loss_metric(const Engine& engine, const std::vector<std::int32_t>& ids,
           return row == last ? -1 : draw(probabilities, config.vocabulary_size, random);
         },
         [&](int layer, std::int64_t n, const RowGradients& own) {
-          const auto keys = [&](const float* rows) {
-            return lowrankkv::KeyView(rows, n, config.num_kv_heads, config.head_dim)
-                .tokens(0, context);
-          };
-          const auto values = [&](const float* rows) {
-            return lowrankkv::ValueView(rows, n, config.num_kv_heads, config.head_dim)
-                .tokens(0, context);
-          };
           for (const lowrankkv::Rope form : forms) {
-            if (calibration.of(form).empty()) continue;
-            auto& coding = calibration.of(form)[static_cast<std::size_t>(layer)].coding();
-            if (form == lowrankkv::Rope::pre) {
-              coding.add_gradients(keys(own.rows.pre_rope_key), values(own.rows.value),
-                                   keys(own.pre_rope_key), values(own.value));
-            } else if (begins == 0 || !config.rotates(layer)) {
-              coding.add_gradients(keys(own.rows.key), values(own.rows.value), keys(own.key),
-                                   values(own.value));
-            } else {
-              const std::vector<float> key = turned(config, own.rows.key, n, begins);
-              const std::vector<float> gradient = turned(config, own.key, n, begins);
-              coding.add_gradients(keys(key.data()), values(own.rows.value), keys(gradient.data()),
-                                   values(own.value));
-            }
+            if (!calibration.of(form).empty())
+              add_gradients(config, form, layer, {n, context, begins}, own,
+                            calibration.of(form)[static_cast<std::size_t>(layer)].coding());
           }
         });
     ++place.done;

@@ -25,7 +25,7 @@ struct GradientOptions {
   bool combine = false;  ///< with the coding statistics that are there: CodingStatistics::combine()
   /// Rotated keys are seen at positions of [0, positions): windows are taken as if they began at
   /// first_position(). Attention depends on distances alone, so that a window's keys and their
-  /// gradients there are those of position 0, turned. At most `window`: all begin at 0.
+  /// gradients there are those of position 0, rotated further. At most `window`: all begin at 0.
   std::int64_t positions = 0;
 };
 

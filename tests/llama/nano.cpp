@@ -303,7 +303,7 @@ TEST_CASE("the metric of the loss: rows of every window but sinks and copies, th
   CHECK((combined.head(0).key_metric - by_hand.head(0).key_metric).norm() <=
         1e-4 * by_hand.head(0).key_metric.norm());
   CHECK(outputs.pre_rope_outputs.empty());
-  // Windows that are taken to begin elsewhere turn rotated keys, and nothing else.
+  // Windows that are taken to begin elsewhere rotate post-RoPE keys further, and nothing else.
   Calibration elsewhere =
       calibrate(nano(), text, 600, 300, {Rope::post, Rope::pre}, CodingMetric::loss);
   use_loss_metric(nano(), nano().tokenizer.encode(text), {600, 200, false, false, 900}, elsewhere,
