@@ -154,8 +154,8 @@ TEST_CASE(
         {"qa_1", made.prompt_text, {"not there", answer}, {.all = false, .tokens = 20}});
   }
   const std::int64_t longest = longest_sample(engine, samples);
-  CHECK(longest > 600);
-  CHECK(longest < 640);
+  CHECK(longest > 560);  // prompts of 600 tokens at most, and the answers' 20
+  CHECK(longest <= 620);
   auto contenders =
       make_contenders(engine, {"FullKV", "StreamingLLM"}, {0.15}, {.context = 600}, longest, {});
   measure_ruler(engine, contenders, "set", samples, 32);
