@@ -141,11 +141,11 @@ __global__ void __launch_bounds__(kStepThreads, columns == 1 ? 2 : 1)
   // Loads that depend on no other kernel are issued before the wait for the last kernel.
   detail::MapWords<wide> ahead[kInFlight];
   const auto fetch_maps = [&](int channel_block) {
-    const auto* data =
-        static_cast<const detail::MapWords<wide>*>(maps.reader.data) + channel_block * 32 + lane;
+    const auto* data = static_cast<const detail::MapWords<wide>*>(maps.reader.data);
+    const int first = channel_block * 32 + lane;
 #pragma unroll
     for (int k = 0; k < kInFlight; ++k) {
-      if (16 * k < channels) ahead[k] = __ldg(data + k * (dim / 8) * 32);
+      if (16 * k < channels) ahead[k] = __ldg(data + (first + k * (dim / 8) * 32));
     }
   };
   if (8 * warp < dim) fetch_maps(warp);
