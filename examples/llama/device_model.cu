@@ -5,8 +5,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <stdexcept>
-#include <string>
+#include <initializer_list>
+#include <vector>
 
 #include "lowrankkv/cuda/runtime/device.cuh"
 #include "model.hpp"
@@ -151,27 +151,22 @@ Floats uploaded(const std::vector<float>& values) {
 
 const float* or_null(const Floats& values) { return values.size() == 0 ? nullptr : values.data(); }
 
-/// Linear layers with the same input, one below the other.
+/// Linear layers with the same input, one below the other. All have biases, or none.
 struct Stacked {
   int in = 0, out = 0;
   Floats weight, bias;  // [out, in]; [out] or empty
 
   explicit Stacked(std::initializer_list<const Linear*> parts) {
-    bool biased = false;
     for (const Linear* part : parts) {
       in = part->in_features;
       out += part->out_features;
-      biased = biased || !part->bias.empty();
     }
     weight = Floats(static_cast<std::size_t>(in) * static_cast<std::size_t>(out));
-    if (biased) bias = Floats(static_cast<std::size_t>(out));
+    if (!(*parts.begin())->bias.empty()) bias = Floats(static_cast<std::size_t>(out));
     std::size_t row = 0;
     for (const Linear* part : parts) {
       upload(weight, row * static_cast<std::size_t>(in), part->weight);
-      if (biased) {
-        const std::vector<float> zeros(static_cast<std::size_t>(part->out_features), 0.0F);
-        upload(bias, row, part->bias.empty() ? zeros : part->bias);
-      }
+      if (bias.size() != 0) upload(bias, row, part->bias);
       row += static_cast<std::size_t>(part->out_features);
     }
   }
