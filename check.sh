@@ -15,9 +15,9 @@ declare -A parts=(
   [sanitizers]="clang++ without -march=native; what handles memory under the address and undefined-behaviour sanitizers, threads under that of threads"
   [headers]="every header compiles alone, CUDA headers too; misuse of a policy gives one readable line; clang-tidy over everything"
   [packages]="consumers: CMake, pkg-config, Conan; the reference of every header"
-  [architectures]="CUDA tests for sm_80, sm_90 and PTX, the CUDA benchmarks, Release builds of examples and benchmarks"
+  [architectures]="every kernel that a preset can reach, assembled for sm_80 and sm_90; the CUDA tests' own for compute_80; Release builds of examples and benchmarks"
   [fuzz]="fuzz targets: a minute for each reader of files that are not trusted, under sanitizers"
-  [random]="every kernel test that runs emulated, and long random operation sequences"
+  [random]="the kernel tests that run emulated and that the check leaves out, and long random operation sequences"
 )
 order=(packages sanitizers headers architectures fuzz random)
 
@@ -25,14 +25,11 @@ jobs=$(nproc)
 nvcc=$(command -v nvcc || { [[ -x /usr/local/cuda/bin/nvcc ]] && echo /usr/local/cuda/bin/nvcc; } || true)
 cuda=(-DLOWRANKKV_CUDA=OFF)
 [[ -z $nvcc ]] || cuda=(-DLOWRANKKV_CUDA=ON "-DCMAKE_CUDA_COMPILER=$nvcc" -DLOWRANKKV_EXAMPLE_HEAD_DIM=64)
-# Where there is no GPU the CUDA programs are compiled to be checked, not to run: with the least work for the assembler
-# and the host's compiler. The middle of nvcc does some, since the others have more to read otherwise.
-unused_gpu_code=()
-ptx_only=OFF
-if ! nvidia-smi -L > /dev/null 2>&1; then
-  unused_gpu_code=("-DCMAKE_CUDA_FLAGS_RELEASE=-O0 -DNDEBUG -Xcicc=-O1 -Xptxas=-O0")
-  ptx_only=ON
-fi
+# CUDA programs that are compiled to be checked, not to run: with the least work for the assembler and the host's compiler.
+# The middle of nvcc does some, since the others have more to read otherwise.
+unused_gpu_code="-DCMAKE_CUDA_FLAGS_RELEASE=-O0 -DNDEBUG -Xcicc=-O1 -Xptxas=-O0"
+check_cuda=(-DLOWRANKKV_CUDA_PTX_ONLY=OFF)
+nvidia-smi -L > /dev/null 2>&1 || check_cuda=(-DLOWRANKKV_CUDA_PTX_ONLY=ON "$unused_gpu_code")
 
 # configure NAME [cmake arguments...]
 configure() {
@@ -61,17 +58,18 @@ python_package() {
     > build/tools.log 2>&1 || echo "Not installed, and not tested with: $* (build/tools.log)"
 }
 
-build_check() {
+configure_check() {
   install_dependencies "${build_packages[@]}" python3 python3-venv doctest-dev clang-format-14 clang-tidy-14
   python_package tokenizers numpy safetensors
   local python=()
   [[ ! -x build/tools/bin/python ]] || python=("-DLOWRANKKV_PYTHON=$PWD/build/tools/bin/python")
   [[ -n $nvcc ]] || echo "No nvcc: the CUDA backend is not compiled."
-  build check -DLOWRANKKV_TEST_FLAGS=-O1 -DCMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG" -DCMAKE_CUDA_ARCHITECTURES=90 \
-    -DLOWRANKKV_CUDA_PTX_ONLY=$ptx_only "${cuda[@]}" "${unused_gpu_code[@]}" "${python[@]}" "$@"
+  configure check -DLOWRANKKV_TEST_FLAGS=-O1 -DCMAKE_CXX_FLAGS_RELEASE="-O1 -DNDEBUG" -DCMAKE_CUDA_ARCHITECTURES=90 \
+    "${cuda[@]}" "${check_cuda[@]}" "${python[@]}" "$@"
 }
 check() {
-  build_check -DLOWRANKKV_EMULATED=short -DLOWRANKKV_EMULATED_EFFORT=0
+  configure_check -DLOWRANKKV_EMULATED=short -DLOWRANKKV_EMULATED_EFFORT=0
+  cmake --build build/check -j "$jobs"
   run_tests check
 }
 
@@ -103,12 +101,18 @@ part_packages() {
   run_tests check-packages
 }
 
-part_architectures() {
+part_architectures() {  # nothing of CUDA runs here but what is host code; with a GPU, the check runs the rest
   install_dependencies "${build_packages[@]}" libbenchmark-dev python3 doctest-dev
-  build check-release -DLOWRANKKV_BUILD_TESTS=OFF -DLOWRANKKV_BUILD_BENCHMARKS=ON "${cuda[@]}" "${unused_gpu_code[@]}"
-  [[ -n $nvcc ]] || return 0
-  build check-architectures -DLOWRANKKV_BUILD_EXAMPLES=OFF -DLOWRANKKV_TESTS=gpu "${cuda[@]}" "${unused_gpu_code[@]}"
-  run_tests check-architectures
+  if [[ -z $nvcc ]]; then
+    build check-architectures -DLOWRANKKV_BUILD_TESTS=OFF -DLOWRANKKV_BUILD_BENCHMARKS=ON "${cuda[@]}"
+    return
+  fi
+  # The benchmarks' kernels are those of presets and of the tests: nvcc reads them there, and does not compile them again.
+  local syntax=()
+  [[ $("$nvcc" --help) != *--fdevice-syntax-only* ]] || syntax=(-DLOWRANKKV_CUDA_BENCHMARK_FLAGS=-fdevice-syntax-only)
+  build check-architectures -DLOWRANKKV_BUILD_BENCHMARKS=ON "-DLOWRANKKV_TESTS=gpu;kernels" -DLOWRANKKV_TEST_FLAGS=-O0 \
+    -DCMAKE_CUDA_ARCHITECTURES=80-virtual "-DLOWRANKKV_PROGRAM_ARCHITECTURES=80-real;90-real" "${cuda[@]}" "$unused_gpu_code" "${syntax[@]}"
+  run_tests check-architectures -R '^cuda_host_code$'
 }
 
 part_fuzz() {  # LOWRANKKV_FUZZ_SECONDS=600: longer
@@ -117,17 +121,22 @@ part_fuzz() {  # LOWRANKKV_FUZZ_SECONDS=600: longer
   run_tests check-fuzz
 }
 
-part_random() {  # what check has built
-  build_check -DLOWRANKKV_EMULATED=all -DLOWRANKKV_EMULATED_EFFORT=1
-  LOWRANKKV_TEST_EFFORT=9 run_tests check -R '^(policies|op_sequences|cache_laws|cuda_emulated.*)$'
+part_random() {  # LOWRANKKV_EMULATED_EFFORT=1: every emulated test, with as many cases as on a GPU
+  local effort=${LOWRANKKV_EMULATED_EFFORT:-0} targets=(test_policies test_op_sequences test_cache_laws) emulated=(-L '^rest$')
+  [[ $effort == 0 ]] || emulated=(-R '^cuda_emulated')
+  configure_check -DLOWRANKKV_EMULATED=all "-DLOWRANKKV_EMULATED_EFFORT=$effort"
+  [[ -z $nvcc ]] || targets+=(lowrankkv_emulated_rest)
+  [[ -z $nvcc || $effort == 0 ]] || targets+=(all)
+  cmake --build build/check -j "$jobs" --target "${targets[@]}"
+  LOWRANKKV_TEST_EFFORT=9 run_tests check -R '^(policies|op_sequences|cache_laws)$'
+  [[ -z $nvcc ]] || run_tests check "${emulated[@]}"
 }
 
-# timed COMMAND...: runs it and says how long it took.
+# timed COMMAND...: runs it and says how long it took. On a machine that does other work, the processors' time says more.
 timed() {
-  local begin=$SECONDS
+  local TIMEFORMAT="== $*: %0R s; processors: %0U s, and %0S s in the system"
   echo "== $*"
-  "$@"
-  echo "== $*: $((SECONDS - begin)) s"
+  time "$@"
 }
 
 case ${1:-} in
