@@ -129,6 +129,7 @@ part_random() {  # LOWRANKKV_EMULATED_EFFORT=1: every emulated test, with as man
   [[ -z $nvcc || $effort == 0 ]] || targets+=(all)
   cmake --build build/check -j "$jobs" --target "${targets[@]}"
   LOWRANKKV_TEST_EFFORT=9 run_tests check -R '^(policies|op_sequences|cache_laws)$'
+  LOWRANKKV_TEST_EFFORT=40 LOWRANKKV_TEST_SMALL=1 LOWRANKKV_TEST_SEED=1 run_tests check -R '^(policies|op_sequences)$'
   [[ -z $nvcc ]] || run_tests check "${emulated[@]}"
 }
 

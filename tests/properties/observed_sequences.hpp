@@ -50,7 +50,7 @@ class Driver {
  public:
   Driver(Random& random, Setup<Cache> setup) : random_(random), setup_(std::move(setup)) {
     setup_.config.max_sequences = 5;
-    setup_.config.max_tokens = 700;
+    setup_.config.max_tokens = support::length(700);
     cache_ = std::make_unique<Cache>(setup_.config, setup_.basis, setup_.policies);
     if (setup_.basis.heads.empty()) setup_.basis = identity_basis(shape());
   }
@@ -150,7 +150,7 @@ class Driver {
     Sequence sequence;
     sequence.states.resize(static_cast<std::size_t>(shape().num_kv_heads));
     sequence.accumulated.resize(static_cast<std::size_t>(shape().num_kv_heads));
-    const int n = draw(1, 200);
+    const int n = draw(1, support::length(200));
     const std::vector<float> q = rows(n, shape().num_qo_heads), k = rows(n, shape().num_kv_heads),
                              v = rows(n, shape().num_kv_heads);
     note(sequence, k, v, n);
@@ -599,13 +599,14 @@ inline CacheConfig random_config(Random& random) {
   const auto draw = [&](int low, int high) {
     return std::uniform_int_distribution<int>(low, high)(random);
   };
-  constexpr int dims[] = {40, 64, 80, 96};
+  constexpr int usual_dims[] = {40, 64, 80, 96}, small_dims[] = {8, 16, 24, 40};
+  const auto& dims = support::small() ? small_dims : usual_dims;
   constexpr int groups[] = {1, 2, 3, 7, 8};
-  const int kv = 1 + draw(0, 3) % 3;
+  const int kv = 1 + draw(0, 3) % (support::small() ? 2 : 3);
   CacheConfig config;
-  config.shape = {kv * groups[draw(0, 4)], kv, dims[draw(0, 3)]};
-  config.flush_interval = draw(1, 32);
-  config.prefill_chunk = draw(0, 2) == 0 ? draw(20, 90) : 0;
+  config.shape = {kv * groups[draw(0, support::small() ? 2 : 4)], kv, dims[draw(0, 3)]};
+  config.flush_interval = draw(1, support::length(32));
+  config.prefill_chunk = draw(0, 2) == 0 ? draw(support::length(20), support::length(90)) : 0;
   config.num_threads = draw(1, 2);
   config.keep_residuals = draw(0, 1) == 0;
   config.full_row_bits = draw(0, 2) == 0 ? 8 : 0;
@@ -660,6 +661,20 @@ inline LayerBasis random_joint_basis(Random& random, const CacheShape& shape, in
   return basis;
 }
 
+/// Default windows in proportion to the sequences: some rows are compressed in small cases too.
+template <class Policy>
+void shorten(Policy&) {}
+inline void shorten(SinkRecent& policy) {
+  policy = {support::length(policy.sinks), support::length(policy.recent)};
+}
+inline void shorten(RecentFull& policy) { policy.recent = support::length(policy.recent); }
+inline void shorten(HeavyHitters& policy) { policy.recent = support::length(policy.recent); }
+inline void shorten(SnapKV& policy) { policy.window = support::length(policy.window); }
+template <class... Members>
+void shorten(Compose<Members...>& policy) {
+  std::apply([](auto&... members) { (shorten(members), ...); }, policy.members);
+}
+
 /// Cases of one cache type; `adjust` sets policies and tolerances. Returns {full, compressed,
 /// dropped} rows met at the end.
 template <class Cache, class Adjust>
@@ -673,6 +688,7 @@ std::array<std::int64_t, 3> run_cases(std::uint64_t seed, int cases, int operati
     Setup<Cache> setup;
     setup.config = random_config(random);
     setup.basis = random_basis(random, setup.config.shape, with_bits);
+    shorten(setup.policies.token_policy);
     adjust(setup, random);
     Driver<Cache> driver(random, std::move(setup));
     driver.run(operations);

@@ -40,7 +40,7 @@ class Driver {
     lowrankkv::CacheConfig config;
     config.shape = what.shape;
     config.max_sequences = 4;
-    config.max_tokens = 900;
+    config.max_tokens = support::length(900);
     config.full_type = lowrankkv::DType::f32;
     config.epoch_type = lowrankkv::DType::f32;
     config.flush_interval = what.interval;
@@ -162,7 +162,7 @@ class Driver {
     cache_->create(seq);
     reference::Cache oracle(
         options_, options_.compresses ? reference_maps(basis_, shape.head_dim) : zero_maps());
-    const int n = draw(1, 260);
+    const int n = draw(1, support::length(260));
     const auto q = random_rows(random_, n, shape.num_qo_heads, shape.head_dim);
     const auto k = random_rows(random_, n, shape.num_kv_heads, shape.head_dim);
     const auto v = random_rows(random_, n, shape.num_kv_heads, shape.head_dim, 0.5);
@@ -199,7 +199,7 @@ class Driver {
     }
     const int m = draw(1, case_.interval);
     for (const auto seq : seqs) {
-      if (cache_->num_tokens(seq) + m > 880) return;
+      if (cache_->num_tokens(seq) + m > support::length(880)) return;
     }
     const std::int64_t n = static_cast<std::int64_t>(seqs.size()) * m;
     const auto q = random_rows(random_, n, shape.num_qo_heads, shape.head_dim);
@@ -321,9 +321,9 @@ class Driver {
   lowrankkv::SequenceId next_ = 100;
 };
 
-/// Several random cases of one cache type. Shapes walk through head_dim 40 to 256, groups 1 to 16,
-/// odd ranks. Returns the number of merges that happened, so that a test of merging can tell that
-/// it tested something.
+/// Several random cases of one cache type. Shapes walk through head_dim 40 to 256 (small: 8 to 40),
+/// groups 1 to 16, odd ranks. Returns the number of merges that happened, so that a test of merging
+/// can tell that it tested something.
 template <class Cache>
 std::int64_t run_cases(std::uint64_t seed, int cases, int operations, bool query_aware) {
   Random random(seed_of(seed));
@@ -331,20 +331,21 @@ std::int64_t run_cases(std::uint64_t seed, int cases, int operations, bool query
     return std::uniform_int_distribution<int>(low, high)(random);
   };
   std::int64_t merges = 0;
-  constexpr int dims[] = {40, 64, 80, 96, 128, 256};
+  constexpr int usual_dims[] = {40, 64, 80, 96, 128, 256}, small_dims[] = {8, 8, 16, 16, 24, 40};
+  const auto& dims = support::small() ? small_dims : usual_dims;
   constexpr int groups[] = {1, 2, 3, 4, 7, 8, 16};
   for (int i = 0; i < cases * support::effort(); ++i) {
     Case what;
     const int dim = dims[draw(0, i % 4 == 0 ? 5 : 3)];
-    const int kv_heads = draw(1, 3);
-    what.shape = {kv_heads * groups[draw(0, 6)], kv_heads, dim};
+    const int kv_heads = draw(1, support::small() ? 2 : 3);
+    what.shape = {kv_heads * groups[draw(0, support::small() ? 2 : 6)], kv_heads, dim};
     what.key_rank = draw(1, dim);
     what.value_rank = draw(1, dim);
-    what.sinks = draw(0, 2) * draw(0, 20);
-    what.recent = draw(0, 40);
-    what.interval = draw(1, 32);
-    what.chunk = draw(0, 1) * draw(1, 100);
-    what.publish_interval = draw(0, 1) * draw(1, 60);
+    what.sinks = draw(0, 2) * draw(0, support::length(20));
+    what.recent = draw(0, support::length(40));
+    what.interval = draw(1, support::length(32));
+    what.chunk = draw(0, 1) * draw(1, support::length(100));
+    what.publish_interval = draw(0, 1) * draw(1, support::length(60));
     what.merge_rows = draw(0, 2) * draw(1, 30);  // merges take several flushes
     what.basis.centred = draw(0, 1) == 1;
     if (query_aware) what.basis.key_metric = lowrankkv::KeyMetric::query_aware;

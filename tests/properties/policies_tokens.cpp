@@ -15,15 +15,15 @@ int draw(observed::Random& random, int low, int high) {
 }
 void randomise(SnapKV& policy, observed::Random& random) {
   policy.keep = 0.1F * static_cast<float>(draw(random, 0, 10));
-  policy.budget = draw(random, 0, 2) == 0 ? draw(random, 1, 60) : 0;
-  policy.window = draw(random, 1, 40);
+  policy.budget = draw(random, 0, 2) == 0 ? draw(random, 1, support::length(60)) : 0;
+  policy.window = draw(random, 1, support::length(40));
   policy.kernel = 1 + 2 * draw(random, 0, 4);
   policy.pooling = draw(random, 0, 1) == 0 ? Pooling::average : Pooling::maximum;
 }
 void randomise(HeavyHitters& policy, observed::Random& random) {
   policy.keep = 0.1F * static_cast<float>(draw(random, 0, 8));
-  policy.budget = draw(random, 0, 2) == 0 ? draw(random, 1, 60) : 0;
-  policy.recent = draw(random, 0, 40);
+  policy.budget = draw(random, 0, 2) == 0 ? draw(random, 1, support::length(60)) : 0;
+  policy.recent = draw(random, 0, support::length(40));
 }
 }  // namespace
 
@@ -50,7 +50,7 @@ TEST_CASE("StreamingLLM drops everything between sinks and window") {
   const auto met =
       observed::run_cases<StreamingLLM<>>(3, 10, 30, false, [](auto& setup, auto& random) {
         setup.policies.token_policy.sinks = draw(random, 0, 8);
-        setup.policies.token_policy.recent = draw(random, 0, 60);
+        setup.policies.token_policy.recent = draw(random, 0, support::length(60));
       });
   CHECK(met[1] == 0);
   CHECK(met[2] > 100);
@@ -68,8 +68,8 @@ TEST_CASE("heavy hitters among compressed rows, with sinks and outliers") {
   const auto met =
       observed::run_cases<WithTokens<Tokens>>(5, 12, 40, false, [](auto& setup, auto& random) {
         randomise(setup.policies.token_policy.template get<HeavyHitters>(), random);
-        setup.policies.token_policy.template get<SinkRecent>() = {draw(random, 0, 20),
-                                                                  draw(random, 0, 30)};
+        setup.policies.token_policy.template get<SinkRecent>() = {
+            draw(random, 0, support::length(20)), draw(random, 0, support::length(30))};
         setup.policies.token_policy.template get<ResidualOutliers>().share =
             0.05F * static_cast<float>(draw(random, 0, 6));
         setup.tolerance = kRounding;
@@ -79,8 +79,8 @@ TEST_CASE("heavy hitters among compressed rows, with sinks and outliers") {
 TEST_CASE("residual outliers at full rank, on prompts and while decoding") {
   const auto met = observed::run_cases<WithTokens<Compose<SinkRecent, ResidualOutliers>>>(
       6, 10, 30, false, [](auto& setup, auto& random) {
-        setup.policies.token_policy.template get<SinkRecent>() = {draw(random, 0, 20),
-                                                                  draw(random, 0, 30)};
+        setup.policies.token_policy.template get<SinkRecent>() = {
+            draw(random, 0, support::length(20)), draw(random, 0, support::length(30))};
         auto& outliers = setup.policies.token_policy.template get<ResidualOutliers>();
         outliers.share = 0.05F * static_cast<float>(draw(random, 0, 10));
         outliers.threshold = draw(random, 0, 1) == 0 ? 0.0F : 0.8F;
