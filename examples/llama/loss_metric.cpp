@@ -12,7 +12,7 @@
 namespace llama {
 namespace {
 
-constexpr int kSinks = 4;  // BudgetOptions::sinks: rows that are never coded
+constexpr int kSinks = 4;  // rows that are never coded, whatever BudgetOptions::sinks is
 
 // A label with the probabilities that a model gives: the first whose sum exceeds a random number.
 std::int32_t draw(const float* probabilities, int count, std::mt19937_64& random) {

@@ -110,8 +110,8 @@ std::vector<Method> coded_methods() {
        star_h2o},
       {{"Budgeted",
         "bytes, everything counted",
-        "transform coding in the metric of the layer's output, bits by reverse water-filling; 4 "
-        "sinks and 8 recent tokens at full rank",
+        "transform coding in the metric of the layer's output, bits by reverse water-filling; "
+        "16 sinks and 8 recent tokens at full rank",
         {0.2, 0.14, 0.1, 0.07}},
        budgeted},
       {{"Budgeted+PreRoPE",
