@@ -185,8 +185,10 @@ class Driver {
                            token_of(q, token, shape.num_qo_heads, shape.head_dim));
       if (token % 7 == 0 || token == n - 1) compare(oracle, q, out, lse, token, token + 1);
       if (oracle.chunk_full()) oracle.end_chunk();
+      if (oracle.undecided()) break;
     }
     oracle.end_chunk();
+    if (oracle.undecided()) return cache_->erase(seq);
     oracles_.emplace(seq, std::move(oracle));
   }
   /// Tokens appended, attended to, and flushed, for one or several sequences in one call.

@@ -131,6 +131,9 @@ class Cache {
     flushed_ -= std::clamp(flushed_ - first, 0, count);
   }
   int flushed() const { return flushed_; }
+  /// Whether two rows of a prompt were equally important but for rounding, and only one of them was
+  /// to be chosen: a cache in f32 may choose the other one.
+  bool undecided() const { return undecided_; }
 
   /// Softmax attention of one query over the first `visible` tokens; also the log of the sum of
   /// exponentials.
@@ -224,8 +227,14 @@ class Cache {
           return score[static_cast<std::size_t>(a - begin)] >
                  score[static_cast<std::size_t>(b - begin)];
         });
-        chosen.resize(
-            std::min(chosen.size(), static_cast<std::size_t>(std::ceil(options_.share * total))));
+        const std::size_t wanted =
+            std::min(chosen.size(), static_cast<std::size_t>(std::ceil(options_.share * total)));
+        if (wanted > 0 && wanted < chosen.size()) {
+          const double last = score[static_cast<std::size_t>(chosen[wanted - 1] - begin)];
+          const double next = score[static_cast<std::size_t>(chosen[wanted] - begin)];
+          undecided_ = undecided_ || last - next < 1e-6 * last;
+        }
+        chosen.resize(wanted);
       }
       if (chosen.empty()) continue;
       Matrix keys(chosen.size(), options_.head_dim), values(chosen.size(), options_.head_dim);
@@ -311,6 +320,7 @@ class Cache {
   int merging_ = -1;  // the segment whose rows move to the next one
   long since_ = 0;
   bool moved_ = false;
+  bool undecided_ = false;
 };
 
 }  // namespace reference
