@@ -43,14 +43,36 @@ LOWRANKKV_NAMESPACE_BEGIN
 
 namespace cpu {
 
+/// @brief Whether an updater may move the basis.
+template <class Basis, class Updater>
+concept Movable = !Impl<Updater, Cpu>::adapts || !basis_is_fixed<Basis, Cpu>();
+/// @brief Whether an updater's merges may rewrite the rows of a quantizer.
+template <class Quantizer, class Updater>
+concept Mergeable = !Impl<Updater, Cpu>::adapts || !groups_rows<Quantizer, Cpu>();
+
+/// @brief Reports policies that do not go together, in one line; what lacks members is reported
+/// before.
+template <class Basis, class Updater, class Quantizer>
+struct DiagnoseTogether {
+  static constexpr bool complete =
+      BasisFor<Basis, Cpu> && UpdaterFor<Updater, Cpu> && QuantizerFor<Quantizer, Cpu>;
+  static_assert(!complete || Movable<Basis, Updater>,
+                "lowrankkv: this Basis cannot be moved; use it with the Static updater");
+  static_assert(!complete || Mergeable<Quantizer, Updater>,
+                "lowrankkv: this Quantizer codes rows in groups, which an updater's merges would "
+                "rewrite one by one; use it with the Static updater");
+};
+
 /// @brief Reports each member that a policy lacks on the Cpu backend, in one line.
 template <class Basis, class Updater, class TokenPolicy, class Quantizer>
 struct Diagnosis : ::lowrankkv::detail::DiagnoseBasis<Basis, Cpu>,
                    ::lowrankkv::detail::DiagnoseUpdater<Updater, Cpu>,
                    ::lowrankkv::detail::DiagnoseTokenPolicy<TokenPolicy, Cpu>,
-                   ::lowrankkv::detail::DiagnoseQuantizer<Quantizer, Cpu> {
+                   ::lowrankkv::detail::DiagnoseQuantizer<Quantizer, Cpu>,
+                   DiagnoseTogether<Basis, Updater, Quantizer> {
   static constexpr bool usable = BasisFor<Basis, Cpu> && UpdaterFor<Updater, Cpu> &&
-                                 TokenPolicyFor<TokenPolicy, Cpu> && QuantizerFor<Quantizer, Cpu>;
+                                 TokenPolicyFor<TokenPolicy, Cpu> && QuantizerFor<Quantizer, Cpu> &&
+                                 Movable<Basis, Updater> && Mergeable<Quantizer, Updater>;
 };
 
 /// @brief A cache with a diagnosed policy has no layer, so that the diagnosis is the only error.

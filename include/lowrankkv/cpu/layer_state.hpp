@@ -119,11 +119,6 @@ struct LayerState {
   using Epochs = EpochPolicy;
   using Codec = Impl<Quantizer, Cpu>;
   static constexpr bool joins = joins_values<BasisPolicy, Cpu>();
-  static_assert(!UpdaterImpl::adapts || !basis_is_fixed<BasisPolicy, Cpu>(),
-                "lowrankkv: this Basis cannot be moved; use it with the Static updater");
-  static_assert(!UpdaterImpl::adapts || !groups_rows<Quantizer, Cpu>(),
-                "lowrankkv: this Quantizer codes rows in groups, which an updater's merges would "
-                "rewrite one by one; use it with the Static updater");
   static constexpr bool accumulates_scores = wants(TokenImpl::evidence, Evidence::accumulated);
 
   CacheConfig config;
