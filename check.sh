@@ -76,7 +76,9 @@ check() {
 part_sanitizers() {
   install_dependencies "${build_packages[@]}" clang libclang-rt-dev python3 doctest-dev
   build check-sanitizers -DLOWRANKKV_TESTS=programs -DCMAKE_CXX_COMPILER=clang++ -DLOWRANKKV_NATIVE=OFF -DCMAKE_CXX_FLAGS_RELEASE=-O1 -DLOWRANKKV_SANITIZE=address,undefined
-  run_tests check-sanitizers
+  local sequences='^(policies|policies_baselines|op_sequences)$'  # of the usual size in the check
+  run_tests check-sanitizers -E "$sequences"
+  LOWRANKKV_TEST_SMALL=1 LOWRANKKV_TEST_EFFORT=2 run_tests check-sanitizers -R "$sequences"
   configure check-threads -DLOWRANKKV_TESTS=programs -DLOWRANKKV_BUILD_EXAMPLES=OFF -DCMAKE_CXX_COMPILER=clang++ -DLOWRANKKV_NATIVE=OFF -DCMAKE_CXX_FLAGS_RELEASE=-O1 -DLOWRANKKV_SANITIZE=thread
   cmake --build build/check-threads --target test_layer_stack_threads
   TSAN_OPTIONS=halt_on_error=1 run_tests check-threads -R '^layer_stack_threads$'
@@ -128,7 +130,7 @@ part_random() {  # LOWRANKKV_EMULATED_EFFORT=1: every emulated test, with as man
   [[ -z $nvcc ]] || targets+=(lowrankkv_emulated_rest)
   [[ -z $nvcc || $effort == 0 ]] || targets+=(all)
   cmake --build build/check -j "$jobs" --target "${targets[@]}"
-  LOWRANKKV_TEST_EFFORT=9 run_tests check -R '^(policies|op_sequences|cache_laws)$'
+  LOWRANKKV_TEST_EFFORT=3 run_tests check -R '^(policies|op_sequences|cache_laws)$'
   LOWRANKKV_TEST_EFFORT=40 LOWRANKKV_TEST_SMALL=1 LOWRANKKV_TEST_SEED=1 run_tests check -R '^(policies|op_sequences)$'
   [[ -z $nvcc ]] || run_tests check "${emulated[@]}"
 }
