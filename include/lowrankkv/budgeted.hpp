@@ -32,7 +32,7 @@ struct BudgetOptions {
   double ratio = 0.1;
   /// Length in tokens at which the budget is met. Longer sequences have a smaller ratio.
   std::int64_t context = 4096;
-  /// First tokens, at full rank. In some texts one of the first ten is read by all later tokens,
+  /// First tokens, at full rank. In some texts one of the first 16 matters to all later tokens,
   /// and its code is not enough: Qwen2.5 loses the whole text then.
   int sinks = 16;
   int recent = 8;              ///< last tokens, at full rank, beside those that wait for a flush
