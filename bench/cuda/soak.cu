@@ -6,9 +6,9 @@
 // beginning of a method's name; without, all. Build: nvcc -O3 -std=c++20 -I include
 // -gencode=arch=compute_90,code=sm_90 bench/cuda/soak.cu
 //
-// OjaKV re-projects at most merge_rows rows of a merge in a flush: its default, and all of them at
-// once. Where the device manages epochs (SubSpaceA) merges are always at once; their floor is to
-// read and write the rows that are stored, once, at the rate that copying reaches (measure.cuh).
+// A flush re-projects at most merge_rows rows of a merge: the default, and all of them at once. The
+// device manages the epochs of SubSpaceA. The floor of a merge at once is to read and write the rows
+// that are stored, once, at the rate that copying reaches (measure.cuh).
 #include <algorithm>
 #include <cstdio>
 #include <string>
@@ -141,5 +141,6 @@ int main(int count, char** arguments) {
   if (count > 1) only = arguments[1];
   live<OjaKV<Cuda>>("OjaKV", 0, {{}, {}, {4, 32}, {}});
   live<OjaKV<Cuda>>("OjaKV, merges at once", kTokens, {{}, {}, {4, 32}, {}});
-  live<SubSpaceA<Cuda>>("SubSpaceA, merges at once", 0, {});
+  live<SubSpaceA<Cuda>>("SubSpaceA", 0, {});
+  live<SubSpaceA<Cuda>>("SubSpaceA, merges at once", kTokens, {});
 }

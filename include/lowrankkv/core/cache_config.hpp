@@ -48,8 +48,7 @@ struct CacheConfig {
   std::int64_t publish_interval = 0;  ///< rows between two epochs of a sequence; default: 4 x rank
   /// KeepEpochs: most rows per KV head that a flush of decoded rows re-projects to merge two
   /// epochs. The next epoch is published when the merge is done. Default: 16 flush_interval, at
-  /// least 512. Where the Cuda backend lets the device manage epochs, a merge is done at once, and
-  /// this is 0.
+  /// least 512.
   std::int64_t merge_rows = 0;
   /// Raise ValueError for NaN, Inf and values that full_type cannot hold. If false, such a V row
   /// may also reach earlier queries of its call. Coefficients of rows with a very large norm

@@ -9,7 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <string>
+#include <type_traits>
 #include <vector>
 
 #include "cuda/support/cpu_side.hpp"
@@ -24,7 +24,11 @@ using support::Random;
 
 namespace {
 
-using Merging = CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, NoQuantizer, KeepEpochs<2>>;
+/// The host manages its epochs.
+using Counted = CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, NoQuantizer, KeepEpochs<2>>;
+/// The device manages its epochs.
+using Sketched =
+    CompressedKVCache<Cuda, PerHead, FrequentDirections, SinkRecent, NoQuantizer, KeepEpochs<3>>;
 
 /// The largest difference of two lists of numbers.
 float furthest(const std::vector<float>& a, const std::vector<float>& b) {
@@ -35,7 +39,8 @@ float furthest(const std::vector<float>& a, const std::vector<float>& b) {
 }
 
 /// Appends a random token to some sequences, and flushes.
-void step(DeviceCache<Merging>& device, std::span<const SequenceId> seqs,
+template <class Cache>
+void step(DeviceCache<Cache>& device, std::span<const SequenceId> seqs,
           const std::vector<float>& key, const std::vector<float>& value) {
   std::vector<float> keys, values;
   for (std::size_t i = 0; i < seqs.size(); ++i) {
@@ -48,7 +53,8 @@ void step(DeviceCache<Merging>& device, std::span<const SequenceId> seqs,
 
 }  // namespace
 
-TEST_CASE("a merge takes several flushes, in which the same rows move as on the CPU") {
+TEST_CASE_TEMPLATE("a merge takes several flushes, in which the same rows move as on the CPU",
+                   Merging, Counted, Sketched) {
   for (const bool residuals : {false, true}) {
     Random random(31);
     CacheConfig config;
@@ -61,12 +67,14 @@ TEST_CASE("a merge takes several flushes, in which the same rows move as on the 
     config.epoch_type = DType::f32;
     config.keep_residuals = residuals;
     support::Settings settings;
-    settings.method = support::Method::oja_merging;
+    settings.method = std::is_same_v<Merging, Counted> ? support::Method::oja_merging
+                                                       : support::Method::directions;
+    settings.directions = {2.0F, 16, 1e6F};  // chunks end by their length alone
     settings.sinks = 3;
     settings.recent = 5;
     const auto layer = support::random_layer(random, config.shape, settings, 16);
     DeviceCache<Merging> device(config, layer.basis,
-                                support::configured(Merging::PolicySet{}, settings));
+                                support::configured(typename Merging::PolicySet{}, settings));
     const auto cpu = support::make_cpu_side(settings, config, layer.basis);
     device.cache.create(1);
     const SequenceId all[] = {1, 2, 3};
@@ -122,19 +130,50 @@ TEST_CASE("a merge takes several flushes, in which the same rows move as on the 
   }
 }
 
-TEST_CASE("rows a flush of a merge cannot be set where the device manages epochs") {
+TEST_CASE("a prompt ends the merge in progress, where the device manages epochs too") {
   Random random(32);
   CacheConfig config;
   config.shape = {4, 2, 64};
-  config.merge_rows = 24;
-  const auto layer = support::random_layer(random, config.shape, {}, 16);
-  std::string told;
-  try {
-    SubSpaceA<Cuda> cache(config, layer.basis);
-  } catch (const ValueError& error) {
-    told = error.what();
+  config.max_sequences = 2;
+  config.max_tokens = 2000;
+  config.flush_interval = 8;
+  config.merge_rows = 8;
+  config.epoch_type = DType::f32;
+  support::Settings settings;
+  settings.method = support::Method::directions;
+  settings.directions = {2.0F, 16, 1e6F};
+  settings.sinks = 3;
+  settings.recent = 5;
+  const auto layer = support::random_layer(random, config.shape, settings, 16);
+  DeviceCache<Sketched> device(config, layer.basis,
+                               support::configured(Sketched::PolicySet{}, settings));
+  const auto cpu = support::make_cpu_side(settings, config, layer.basis);
+  device.cache.create(1);
+  const SequenceId one[] = {1};
+  int ended = 0;
+  for (int turn = 0; turn < 12; ++turn) {
+    for (int token = 0; token < 60 + turn; ++token) {
+      const auto key = layer.rows(random, 1, true), value = layer.rows(random, 1, false);
+      step(device, one, key, value);
+      cpu->append_maintained(key, value);
+    }
+    const CacheStatistics before = device.cache.statistics();
+    REQUIRE(before.merges == cpu->merges());
+    const auto keys = layer.rows(random, 40, true), values = layer.rows(random, 40, false);
+    device.ingest(1, keys, values);
+    cpu->ingest(keys, values, {});
+    const CacheStatistics after = device.cache.statistics();
+    REQUIRE(after.merges == cpu->merges());
+    REQUIRE(after.publications == cpu->publications());
+    REQUIRE(after.rows_reprojected == cpu->rows_reprojected());
+    if (after.merges > before.merges) ++ended;
+    std::vector<float> device_key, device_value, cpu_key, cpu_value;
+    device.reconstruct(1, device_key, device_value);
+    cpu->reconstruct(cpu_key, cpu_value);
+    CHECK(furthest(device_key, cpu_key) < 0.02F);
+    CHECK(furthest(device_value, cpu_value) < 0.02F);
   }
-  CHECK(told == "merge_rows: 0 expected where the device manages epochs, given 24");
+  CHECK(ended > 6);
 }
 
 }  // namespace merge_segments_tests

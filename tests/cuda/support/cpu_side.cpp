@@ -8,9 +8,6 @@ namespace {
 
 using namespace lowrankkv;
 
-/// CacheConfig::merge_rows beside a device that manages epochs: it merges at once.
-constexpr std::int64_t kAtOnce = std::int64_t{1} << 31;
-
 template <class Cache>
 class Side : public CpuSide {
  public:
@@ -31,6 +28,7 @@ class Side : public CpuSide {
   }
   std::int64_t publications() const override { return cache_.statistics().publications; }
   std::int64_t merges() const override { return cache_.statistics().merges; }
+  std::int64_t rows_reprojected() const override { return cache_.statistics().rows_reprojected; }
   void append_maintained(const std::vector<float>& key, const std::vector<float>& value) override {
     cache_.append_maintained(1, keys(key), values(value));
   }
@@ -145,9 +143,7 @@ std::unique_ptr<HeavySide> make_heavy_side(const HeavySettings& settings, const 
     if constexpr (requires { policies.quantizer.type; })
       policies.quantizer.type = settings.coefficients;
     configure(policies.updater, settings);
-    CacheConfig own = config;
-    own.merge_rows = kAtOnce;
-    return std::make_unique<HeavyCache<Cache>>(own, basis, policies);
+    return std::make_unique<HeavyCache<Cache>>(config, basis, policies);
   };
   if (settings.exempts && settings.scored) {
     using Chosen = Compose<SinkRecent, SnapKV, ResidualOutliers, HeavyHitters>;
@@ -300,9 +296,7 @@ std::unique_ptr<CpuSide> make_cpu_side(const Settings& settings, const CacheConf
                                        const LayerBasis& basis) {
   const auto make =
       [&]<class Cache>(typename Cache::PolicySet policies) -> std::unique_ptr<CpuSide> {
-    CacheConfig own = config;
-    if (device_epochs(settings.method)) own.merge_rows = kAtOnce;
-    return std::make_unique<Side<Cache>>(own, basis, configured(policies, settings));
+    return std::make_unique<Side<Cache>>(config, basis, configured(policies, settings));
   };
   switch (settings.method) {
     case Method::full:

@@ -181,6 +181,7 @@ class CpuSide {
   virtual void reconstruct(std::vector<float>& key, std::vector<float>& value) const = 0;
   virtual std::int64_t publications() const = 0;
   virtual std::int64_t merges() const = 0;
+  virtual std::int64_t rows_reprojected() const = 0;
   virtual void attend(const std::vector<float>& query, std::vector<float>& out,
                       std::vector<float>& lse) = 0;
 };

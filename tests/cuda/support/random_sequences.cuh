@@ -334,7 +334,7 @@ Worst random_sequences(const MakeDevice& make_device, Settings settings, DType t
     settings.form = static_cast<OjaForm>(forms() % 3);
     if (adapts(settings.method) && !device_epochs && forms() % 3 == 0)
       config.epoch_type = DType::f16;
-    if (adapts(settings.method) && !device_epochs && merging() % 4 != 0)
+    if (adapts(settings.method) && merging() % 4 != 0)
       config.merge_rows = 1 + static_cast<std::int64_t>(merging() % 200);  // several flushes
     settings.basis.centred = random() % 2 == 0;
     if (settings.method == Method::static_pca || settings.method == Method::projector)

@@ -155,7 +155,8 @@ void compress_in_parts(Layer& layer, const CompressCall& call, const FlushedBatc
     // With a threshold on errors, all rows may turn out to be compressed.
     const int least_exempt = least_error(policy) > 0.0F ? 0 : static_cast<int>(exempt);
     roll_over<Layer::coded_groups>(layer.state, layer.policies.updater, part, 0, 1, call.source,
-                                   order, least_exempt, before, call.scratch, call.stream);
+                                   order, least_exempt, before, call.phase, call.scratch,
+                                   call.stream);
     return store_part_rows(layer, call, part, order, exempt);
   };
   for_each_part(layer.state, batch.flushed, batch.compressed, length, call.scratch, call.stream,
@@ -173,7 +174,7 @@ void sketch_flushed(Layer& layer, const CompressCall& call, const FlushedBatch& 
     const int count = (std::min)(kAdaptBatch, publishing.count - first);
     roll_over<Layer::coded_groups>(layer.state, layer.policies.updater, publishing, first, count,
                                    call.source, batch.compressed.from(first, heads), 0, 0,
-                                   call.scratch, call.stream);
+                                   call.phase, call.scratch, call.stream);
   }
 }
 
@@ -204,7 +205,7 @@ void adapt_flushed(Layer& layer, const CompressCall& call, const FlushBatch& flu
                           call.stream);
       const int splits = call.phase == Phase::prefill ? kMomentSplits : 1;
       begin_epochs<Layer::coded_groups>(state, flushed, first, count, call.source, own, 0, 0,
-                                        splits, scratch, call.stream);
+                                        splits, call.phase, scratch, call.stream);
     }
   }
   if constexpr (!Layer::device_epochs) {

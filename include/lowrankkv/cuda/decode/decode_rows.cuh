@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2)
   using Operands = detail::MapOperands<type>;
   __shared__ std::int64_t places[warps][32];
   __shared__ __align__(8) float means[kDecodeChannels];
-  if (range.wanted != nullptr && *range.wanted < 0) return;
+  if (range.merge != nullptr && range.merge->segment < 0) return;
   const int head = static_cast<int>(blockIdx.y), dim = tables.head_dim,
             thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32,
             g = lane / 4, t = lane % 4;
@@ -123,8 +123,11 @@ __global__ void __launch_bounds__(kStoreThreads, 2)
   const int steps = codes ? units * (kCodeUnit / 16) : units;
   [[maybe_unused]] const detail::RowGains row_gains(layout, part);
   const bool whole = steps <= call.chunk;  // all maps fit shared memory at a time
-  const int begin = range.first_piece(RowList::compressed) * kStoreRows + piece * call.block_rows,
-            end = min(begin + call.block_rows, min(num_rows, static_cast<int>(range.end[1])));
+  const int first_row = range.merge == nullptr ? 0 : range.merge->begin,
+            begin = first_row / kStoreRows * kStoreRows +
+                    range.first_piece(RowList::compressed) * kStoreRows + piece * call.block_rows,
+            end = min(begin + call.block_rows,
+                      min(num_rows, first_row + static_cast<int>(range.end[1])));
   const int first_tile = begin / tile_rows, first_page = first_tile / tiles_per_page,
             first_in_page = first_tile % tiles_per_page,
             log_rows = tile_rows == 64   ? 6
@@ -186,7 +189,7 @@ __global__ void __launch_bounds__(kStoreThreads, 2)
       }
       const std::int64_t token =
           own_row >= from && own_row < until
-              ? (range.by_row ? own_row
+              ? (range.by_row ? own_row - first_row
                               : detail::position_of(tables, RowList::compressed, slot, head, lists,
                                                     own_row)) -
                     range.first

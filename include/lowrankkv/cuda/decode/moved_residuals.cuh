@@ -22,11 +22,11 @@ __global__ void narrow_merge_kernel(LayerEdit tables, MergePlans plans) {
   for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads;
        head += static_cast<int>(blockDim.x)) {
     DeviceSegment* own = tables.segments_of(plan.slot, head) + plan.segment;
-    own[1].first_row = max(own[0].first_row, min(own[1].first_row, plans.begin));
+    own[1].first_row = max(own[0].first_row, min(own[1].first_row, plan.begin + plans.begin));
   }
 }
 
-/// @brief Adds to the residuals of rows [plans.begin, plans.end) of the compressed lists the
+/// @brief Adds to the residuals of the rows of `plans` in the compressed lists the
 /// distances of their keys and values [count, heads, head_dim] from the old ones. Residuals of rows
 /// that did not move stay. Grid: pieces of eight rows x KV heads, a warp a row.
 template <class = void>
@@ -37,8 +37,8 @@ __global__ void __launch_bounds__(kStoreThreads)
   const int head = static_cast<int>(blockIdx.y),
             index = static_cast<int>(blockIdx.x) * (kStoreThreads / 32) +
                     static_cast<int>(threadIdx.x) / 32,
-            lane = static_cast<int>(threadIdx.x) % 32, row = plans.begin + index;
-  if (plan.segment < 0 || row >= plans.end ||
+            lane = static_cast<int>(threadIdx.x) % 32, row = plan.begin + plans.begin + index;
+  if (plan.segment < 0 || plans.begin + index >= plans.end ||
       row >= tables.num_rows(RowList::compressed, plan.slot, head))
     return;
   const std::size_t at =
@@ -74,7 +74,8 @@ __global__ void __launch_bounds__(kStoreThreads)
 /// two reconstructions of the rows; if the device decides on the merge and there is none, launches
 /// alone. Allocates nothing, does not wait.
 /// @tparam scale_groups  of tiles of codes; 0: plain tiles
-/// @param first, end  rows of the lists among which the rows of the merge are, in every head
+/// @param first, end  rows among which the rows of the merge are, in every head: of the lists; if
+/// the device decides, from the plan's first row on
 /// @param decoded  scratch for kDecodedRows rows twice: keys and values before, then after
 /// @param merge    merge(plans) enqueues the merge of rows [plans.begin, plans.end)
 template <int scale_groups, class Merge>
@@ -88,7 +89,7 @@ void merge_noting_moves(const LayerState& layer, int slot, MergePlans plans, std
     plans.begin = (std::max)(first, plans.end - static_cast<std::int32_t>(kDecodedRows));
     const std::int32_t count = plans.end - plans.begin;
     TokenRange range = row_range(RowList::compressed, plans.begin, count);
-    if (plans.decided != nullptr) range.wanted = &plans.decided->segment;
+    range.merge = plans.decided;
     const auto decode = [&](float* keys, float* values) {
       decode_rows<scale_groups>(layer, slot, range, detail::decoded_target(tables, keys),
                                 detail::decoded_target(tables, values), stream);

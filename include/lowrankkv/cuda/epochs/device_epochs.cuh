@@ -5,12 +5,14 @@
 /// Without them, the host decides from counts when an epoch is published
 /// (cuda/epochs/epoch_store.cuh). With them, a kernel sets a flag where a chunk of rows has ended,
 /// or, for rows kept by accumulated score, where enough of them have been stored. roll_over_kernel
-/// then takes a free epoch, opens a segment and chooses the segments that merge. It passes these
-/// decisions in device memory to the kernels that write maps and re-project rows. The host reads
-/// them only to save or measure a sequence.
+/// then takes a free epoch, opens a segment, chooses the segments that merge, and plans which rows
+/// of a merge in progress are re-projected next. It passes these decisions in device memory to the
+/// kernels that write maps and re-project rows. The host reads them only to save or measure a
+/// sequence.
 #pragma once
 
 #include <algorithm>
+#include <climits>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -45,8 +47,8 @@ struct DeviceEpochState {
   /// For updaters that see rows kept by accumulated score: rows since the last publication,
   /// counting in every batch the head with the most rows.
   std::int64_t rows_since_publication = 0;
-  /// For the same updaters: whether bases have moved since the last publication.
-  std::int32_t unpublished = 0;
+  std::int32_t unpublished = 0;            ///< whether bases have moved since the last publication
+  std::int32_t merging = -1;               ///< as HostEpochs::merging
   std::int32_t levels[kMaxSegments] = {};  ///< rounds of merging, by segment
 };
 
@@ -62,7 +64,7 @@ struct Sketches {
 struct Rollover {
   std::int32_t* begun = nullptr;   ///< whether a new epoch begins
   std::int32_t* epochs = nullptr;  ///< epochs whose maps are to be written; -1: none
-  MergePlan* plans = nullptr;      ///< merges, which end_merges_kernel completes
+  MergePlan* plans = nullptr;      ///< rows of merges, which end_merges_kernel moves on
 };
 
 /// @brief Counters of a layer since it was made.
@@ -74,6 +76,8 @@ struct DeviceEpochCounts {
 struct DeviceEpochLimits {
   std::int32_t own = 0, slots_per_sequence = 0;
   bool rotates_calibrated_rows = false;
+  /// Whether bases are published whenever they moved (sketches); else after so many rows.
+  bool publishes_updates = false;
 };
 
 /// @brief Bits of a sequence's own epochs that have rows, or are current.
@@ -89,20 +93,56 @@ __device__ std::uint32_t used_epochs(const LayerTables<edits>& tables, int slot,
   return used;
 }
 
+/// @brief Plans the next rows of a sequence's merge in progress: the last ones of its older
+/// segment, within `most` rows of the last one of any head. Adds each head's number of them to
+/// `reprojected`. For one thread.
+template <bool edits>
+__device__ MergePlan next_merged_rows(const LayerTables<edits>& tables, int slot,
+                                      std::int32_t merging, std::int32_t most,
+                                      unsigned long long* reprojected) {
+  if (merging < 0) return {};
+  const auto border = [&](int head, int segment) {
+    return tables.segments_of(slot, head)[merging + segment].first_row;
+  };
+  std::int32_t end = 0;
+  for (int head = 0; head < tables.num_heads; ++head) {
+    if (border(head, 0) < border(head, 1)) end = max(end, border(head, 1));
+  }
+  const DeviceSegment* segments = tables.segments_of(slot, 0) + merging;
+  const MergePlan plan{slot, segments[0].epoch, segments[1].epoch, merging, max(0, end - most)};
+  for (int head = 0; head < tables.num_heads; ++head) {
+    const std::int32_t rows = border(head, 1) - max(border(head, 0), plan.begin);
+    if (rows > 0) atomicAdd(reprojected + head, static_cast<unsigned long long>(rows));
+  }
+  return plan;
+}
+
+/// @brief Plans the rest of every merge in progress. Grid: sequences, of one thread.
+template <class = void>
+__global__ void plan_rest_of_merges_kernel(LayerView tables, FlushBatch flushed, int first_sequence,
+                                           const DeviceEpochState* states, MergePlan* plans,
+                                           unsigned long long* reprojected) {
+  const int index = static_cast<int>(blockIdx.x), slot = flushed.slots[first_sequence + index];
+  plans[index] = next_merged_rows(tables, slot, states[slot].merging, INT_MAX, reprojected);
+}
+
 /// @brief Takes a free epoch for every sequence that begins one. Opens a segment, and chooses the
 /// segments that merge, where rows are to be written under another epoch than the last segment's,
-/// or are the first rows. Row counts are those before the flush. Grid: sequences.
+/// or are the first rows. While a merge is in progress, no epoch begins. Plans its next rows. Row
+/// counts are those before the flush. Grid: sequences.
 /// @param order  the flushed rows, of prompts and of tails, that prompt scores or accumulated
 /// scores chose. If heads have different numbers of rows, it includes the rows that the sequence's
 /// counts take as full for their errors
 /// @param exempt  further rows of every head that stay full
+/// @param most_rows  of a merge that are re-projected
 /// @param reprojected  [heads]: numbers of rows that merges re-project are added
 template <class = void>
 __global__ void roll_over_kernel(LayerEdit tables, FlushBatch flushed, RowOrder order, int exempt,
                                  int first_sequence, DeviceEpochLimits limits,
-                                 DeviceEpochState* states, Rollover rollover,
-                                 DeviceEpochCounts* counts, unsigned long long* reprojected) {
-  __shared__ int opened, merged;  // numbers of segments; -1: none
+                                 std::int32_t most_rows, DeviceEpochState* states,
+                                 Rollover rollover, DeviceEpochCounts* counts,
+                                 unsigned long long* reprojected) {
+  __shared__ int opened;  // number of the segment; -1: none
   const int index = static_cast<int>(blockIdx.x), sequence = first_sequence + index,
             slot = flushed.slots[sequence];
   DeviceEpochState& state = states[slot];
@@ -119,9 +159,16 @@ __global__ void roll_over_kernel(LayerEdit tables, FlushBatch flushed, RowOrder 
   if (threadIdx.x == 0) {
     DeviceLengths& lengths = tables.lengths[slot];
     const DeviceSegment* segments = tables.segments_of(slot, 0);
-    opened = merged = rollover.epochs[index] = -1;
-    rollover.plans[index] = {};
-    if (rollover.begun[index] != 0) {
+    opened = rollover.epochs[index] = -1;
+    bool begins = rollover.begun[index] != 0;
+    if (limits.publishes_updates) {
+      const bool waits = state.merging >= 0;
+      begins = begins || (state.unpublished != 0 && stores);
+      state.unpublished = state.unpublished != 0 || begins ? 1 : 0;
+      begins = begins && !waits;
+      if (begins) state.unpublished = 0;
+    }
+    if (begins) {
       // The epoch that ends is in use only if rows were written under it.
       state.used = used_epochs(tables, slot, 0, limits.slots_per_sequence);
       int own = 0;
@@ -133,44 +180,48 @@ __global__ void roll_over_kernel(LayerEdit tables, FlushBatch flushed, RowOrder 
     const int count = lengths.num_segments;
     if (stores && (count == 0 || segments[count - 1].epoch != state.current)) {
       opened = count;
-      merged =
-          merge_for_new_segment(count, limits.own, limits.rotates_calibrated_rows, [&](int index) {
-            return Segment{segments[index].epoch, 0, 0, state.levels[index]};
-          });
+      // With a merge in progress, this segment takes the place of one that lost its last row.
+      if (state.merging < 0) {
+        state.merging = merge_for_new_segment(
+            count, limits.own, limits.rotates_calibrated_rows, [&](int segment) {
+              return Segment{segments[segment].epoch, 0, 0, state.levels[segment]};
+            });
+      }
       state.levels[count] = 0;
       lengths.num_segments = count + 1;
     }
-    if (merged >= 0) {
-      rollover.plans[index] = {slot, segments[merged].epoch,
-                               merged + 1 < count ? segments[merged + 1].epoch : state.current,
-                               merged};
-      atomicAdd(&counts->merges, 1ULL);
-    }
   }
   __syncthreads();
-  if (opened < 0) return;
-  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads;
-       head += static_cast<int>(blockDim.x)) {
-    DeviceSegment* own = tables.segments_of(slot, head);
-    own[opened] = {state.current, tables.num_rows(RowList::compressed, slot, head)};
-    if (merged >= 0)
-      atomicAdd(reprojected + head,
-                static_cast<unsigned long long>(own[merged + 1].first_row - own[merged].first_row));
-  }
+  for (int head = static_cast<int>(threadIdx.x); opened >= 0 && head < tables.num_heads;
+       head += static_cast<int>(blockDim.x))
+    tables.segments_of(slot, head)[opened] = {state.current,
+                                              tables.num_rows(RowList::compressed, slot, head)};
+  __syncthreads();
+  if (threadIdx.x == 0)
+    rollover.plans[index] =
+        next_merged_rows(tables, slot, stores ? state.merging : -1, most_rows, reprojected);
 }
 
-/// @brief Completes planned merges after their rows were re-projected: two segments become one.
-/// Grid: sequences.
+/// @brief Gives rows that were re-projected as planned to the next segment. When no head has a row
+/// left in the older one, the next one takes its place. Grid: sequences.
 template <class = void>
 __global__ void end_merges_kernel(LayerEdit tables, DeviceEpochLimits limits,
-                                  DeviceEpochState* states, const MergePlan* plans) {
+                                  DeviceEpochState* states, DeviceEpochCounts* counts,
+                                  const MergePlan* plans) {
   const MergePlan plan = plans[blockIdx.x];
   if (plan.segment < 0) return;
   const int slot = plan.slot, merged = plan.segment, count = tables.lengths[slot].num_segments;
+  bool left = false;
+  for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads;
+       head += static_cast<int>(blockDim.x)) {
+    DeviceSegment* own = tables.segments_of(slot, head) + merged;
+    own[1].first_row = max(own[0].first_row, min(own[1].first_row, plan.begin));
+    left = left || own[0].first_row < own[1].first_row;
+  }
+  if (__syncthreads_or(left ? 1 : 0) != 0) return;
   for (int head = static_cast<int>(threadIdx.x); head < tables.num_heads;
        head += static_cast<int>(blockDim.x)) {
     DeviceSegment* own = tables.segments_of(slot, head);
-    own[merged + 1].first_row = own[merged].first_row;
     for (int i = merged; i + 1 < count; ++i) own[i] = own[i + 1];
   }
   __syncthreads();
@@ -179,7 +230,9 @@ __global__ void end_merges_kernel(LayerEdit tables, DeviceEpochLimits limits,
   state.levels[merged + 1] = max(state.levels[merged], state.levels[merged + 1]) + 1;
   for (int i = merged; i + 1 < count; ++i) state.levels[i] = state.levels[i + 1];
   tables.lengths[slot].num_segments = count - 1;
+  state.merging = -1;
   state.used = used_epochs(tables, slot, state.current, limits.slots_per_sequence);
+  atomicAdd(&counts->merges, 1ULL);
 }
 
 /// @brief Initialises a new sequence: no segment, empty sketches. One block. The rows of sketches
@@ -196,8 +249,8 @@ __global__ void begin_device_epochs_kernel(LayerEdit tables, int slot, DeviceEpo
     sketches.states[slot * tables.num_heads * 2 + i] = {};
 }
 
-/// @brief Drops segments without rows, as HostSequence::trim_segments() does on the host. Grid:
-/// sequences.
+/// @brief Drops segments without rows, as HostSequence::trim_segments() does on the host. A merge
+/// of such a segment is over. Grid: sequences.
 template <class = void>
 __global__ void trim_device_epochs_kernel(LayerEdit tables, Batch batch, DeviceEpochLimits limits,
                                           DeviceEpochState* states) {
@@ -229,8 +282,13 @@ __global__ void trim_device_epochs_kernel(LayerEdit tables, Batch batch, DeviceE
     close(tables.segments_of(slot, head));
   __syncthreads();
   if (thread > 0) return;
-  tables.lengths[slot].num_segments = close(states[slot].levels);
-  states[slot].used = used_epochs(tables, slot, states[slot].current, limits.slots_per_sequence);
+  DeviceEpochState& state = states[slot];
+  tables.lengths[slot].num_segments = close(state.levels);
+  if (const int merging = state.merging; merging >= 0) {
+    const bool both = (filled >> merging & 3U) == 3U;
+    state.merging = both ? __popc(filled & ((1U << merging) - 1U)) : -1;
+  }
+  state.used = used_epochs(tables, slot, state.current, limits.slots_per_sequence);
 }
 
 /// @brief Copies segments and epochs from slot `source` to `target`, with epoch indices of `target`

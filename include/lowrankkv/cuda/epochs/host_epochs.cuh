@@ -102,13 +102,17 @@ __host__ __device__ int merge_for_new_segment(int count, int own, bool rotates_c
 struct MergePlan {
   std::int32_t slot = 0, from = 0, into = 0;  ///< from, into: epochs in LayerView::maps
   std::int32_t segment = -1;                  ///< negative: no merge
+  /// With device-managed epochs: the row of the lists from which on rows are re-projected. The host
+  /// does not know it.
+  std::int32_t begin = 0;
 };
 /// @brief The merge plans of a launch: one plan from the host, or, with device-managed epochs, one
 /// plan per sequence in device memory.
 struct MergePlans {
   MergePlan one;
   const MergePlan* decided = nullptr;
-  /// Only rows [begin, end) of the lists are re-projected.
+  /// Only rows [begin, end) are re-projected: of the lists, or, with device-managed epochs, counted
+  /// from the plan's own first row.
   std::int32_t begin = 0, end = std::numeric_limits<std::int32_t>::max();
 
   __device__ MergePlan of(int sequence) const {
@@ -120,7 +124,7 @@ struct MergePlans {
     if (plan.segment < 0) return {0, 0};
     const SegmentRows own = tables.segment(
         plan.slot, head, tables.num_rows(RowList::compressed, plan.slot, head), plan.segment, 0);
-    return {max(own.begin, begin), min(own.end, end)};
+    return {max(own.begin, plan.begin + begin), plan.begin + min(own.end - plan.begin, end)};
   }
 };
 

@@ -92,10 +92,6 @@ struct LayerRules {
     validate_tokens(policies.token_policy);
     Codec::validate(policies.quantizer);
     if constexpr (Rule::adapts) Rule::validate(policies.updater);
-    if (device_epochs && config.merge_rows != 0) {
-      fail<ValueError>("merge_rows: 0 expected where the device manages epochs, given ",
-                       config.merge_rows);
-    }
     const int dim = config.shape.head_dim;
     if (dim % kPlainUnit != 0 || dim > kMaxHeadDim) {
       fail<ShapeError>("head_dim: ", dim, ", a multiple of ", kPlainUnit, " up to ", kMaxHeadDim,

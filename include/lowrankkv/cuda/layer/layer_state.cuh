@@ -109,9 +109,11 @@ class LayerState {
         thresholds.push_back(head.key_threshold);
         thresholds.push_back(head.value_threshold);
       }
-      device_epochs_ = DeviceEpochStore(
-          config.max_sequences, heads, config.shape.head_dim, most_sketched, config.flush_interval,
-          thresholds, {limits.own, epochs_.slots_per_sequence(), limits.rotates_calibrated_rows});
+      device_epochs_ =
+          DeviceEpochStore(config.max_sequences, heads, config.shape.head_dim, most_sketched,
+                           config.flush_interval, thresholds,
+                           {limits.own, epochs_.slots_per_sequence(),
+                            limits.rotates_calibrated_rows, limits.sketch_share > 0.0F});
     }
     if (listed.errors) {
       metrics_ = LayerMetrics(basis, config.shape.head_dim);
@@ -426,6 +428,7 @@ class LayerState {
     known.rows_since_publication = state.rows_since_publication;
     known.moved = true;
     known.unpublished = state.unpublished != 0;
+    known.merging = state.merging;
     for (int i = 0; i < lengths.num_segments; ++i) {
       HostSegment& own = known.segments.emplace_back(
           HostSegment{segments[static_cast<std::size_t>(i)].epoch, state.levels[i], {}});

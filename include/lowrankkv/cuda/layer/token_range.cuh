@@ -51,8 +51,9 @@ struct TokenRange {
   bool by_row = false;
   /// By RowList: in every head the requested rows are among rows [begin, end) of the list.
   std::int64_t begin[2] = {0, 0}, end[2] = {0, 0};
-  /// Device memory: if the value is negative, compressed rows are not requested. Null: they are.
-  const std::int32_t* wanted = nullptr;
+  /// Device memory: compressed rows are requested if there is this merge, and counted from its
+  /// first row. Null: they are those of the list.
+  const MergePlan* merge = nullptr;
 
   __host__ __device__ int first_piece(RowList list) const {
     return static_cast<int>(begin[static_cast<int>(list)] / kStoreRows);
@@ -60,9 +61,10 @@ struct TokenRange {
   /// @brief Number of 64-row pieces of a list from first_piece() on.
   int pieces(RowList list) const {
     const int which = static_cast<int>(list);
-    return end[which] <= begin[which]
-               ? 0
-               : static_cast<int>((end[which] + kStoreRows - 1) / kStoreRows) - first_piece(list);
+    if (end[which] <= begin[which]) return 0;
+    const int pieces =
+        static_cast<int>((end[which] + kStoreRows - 1) / kStoreRows) - first_piece(list);
+    return merge == nullptr ? pieces : pieces + 1;  // a merge may begin inside of a piece
   }
 };
 

@@ -415,7 +415,7 @@ inline SavedSequence read_sequence(const LayerState& layer, std::span<const std:
       most_own == 0 ? 0 : static_cast<std::size_t>(most_own + (calibrated_first ? 1 : 0));
   const std::int32_t merging = sequence.merging,
                      last = static_cast<std::int32_t>(sequence.segments.size()) - 1;
-  if (merging < -1 || (merging >= 0 && (merging >= last || layer.device_epochs().used())))
+  if (merging < -1 || (merging >= 0 && merging >= last))
     fail<FormatError>("saved state: a merge of segment ", merging, " of ", last + 1);
   // A sequence that merges has one segment more, and opens no other before the merge is done.
   const bool one_more = merging >= 0 && sequence.segments.back().epoch == counts.current_epoch;
@@ -505,6 +505,7 @@ void load_sequence(LayerState& layer, int slot, const SavedSequence& saved, cuda
     state.current = now.epochs.current;
     state.rows_since_publication = counts.rows_since_publication;
     state.unpublished = now.epochs.unpublished ? 1 : 0;
+    state.merging = now.epochs.merging;
     const auto use = [&](std::int32_t epoch) { state.used |= epoch == 0 ? 0U : 1U << (epoch - 1); };
     use(counts.current_epoch);
     for (const HostSegment& segment : saved.segments) use(segment.epoch);

@@ -318,8 +318,8 @@ __global__ void __launch_bounds__(kSketchThreads)
 }
 
 /// @brief Adds the flushed rows of at most kAdaptBatch sequences to their sketches. Where a chunk
-/// ends, rows are stored under a new epoch from then on, and old ones may merge. One launch, and
-/// those of begin_epochs().
+/// ends, rows are stored under a new epoch from then on, and old ones may merge. While a merge is
+/// in progress, the new epoch waits for its end. One launch, and those of begin_epochs().
 /// @param source  its row 0 is the first flushed row
 /// @param order   of the rows that are compressed, if scores chose them
 /// @param exempt  so many of every head's rows will stay full after all
@@ -327,7 +327,7 @@ __global__ void __launch_bounds__(kSketchThreads)
 template <int coded_groups>
 void roll_over(LayerState& layer, const FrequentDirections& policy, const FlushBatch& flushed,
                int first_sequence, int count, const RowSource& source, const RowOrder& order,
-               int exempt, std::int32_t before, const CompressScratch& scratch,
+               int exempt, std::int32_t before, Phase phase, const CompressScratch& scratch,
                cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
   const DeviceEpochStore& device_epochs = layer.device_epochs();
@@ -360,7 +360,7 @@ void roll_over(LayerState& layer, const FrequentDirections& policy, const FlushB
   else
     sketch(sketch_kernel<kMaxHeadDim>);
   begin_epochs<coded_groups>(layer, flushed, first_sequence, count, source, order, exempt, before,
-                             1, scratch, stream);
+                             1, phase, scratch, stream);
 }
 
 }  // namespace cuda

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 /// @file cuda/update/publish_on_device.cuh  Publishes bases of device-managed epochs. Where the
 /// device decides that an epoch begins, maps are written, a segment is opened for the rows that are
-/// stored next, and old segments may merge. The kernels that decide are in
+/// stored next, and a merge of old segments may begin. The kernels that decide are in
 /// cuda/epochs/device_epochs.cuh.
 #pragma once
 
@@ -23,6 +23,7 @@ struct PublicationRule {
   std::int32_t rows[kAdaptBatch];  ///< rows of one call that are enough, by sequence
   bool decode = false;             ///< the updater's steps are counted
   bool observes = false;           ///< the updater sees rows: of prompts it may see none
+  bool waits = false;              ///< for the end of a merge in progress
 };
 
 /// @brief Notes that the rows of an order have moved bases, and decides whether these are
@@ -47,7 +48,9 @@ __global__ void publication_kernel(LayerView tables, FlushBatch flushed, RowOrde
   if (threadIdx.x > 0) return;
   const std::int64_t since = states[slot].rows_since_publication + most;
   const bool moved = states[slot].unpublished != 0 || (most > 0 && rule.observes);
-  const bool due = most > 0 && moved && (since >= rule.interval || most >= rule.rows[index]);
+  const bool waits = rule.waits && states[slot].merging >= 0;
+  const bool due =
+      most > 0 && moved && !waits && (since >= rule.interval || most >= rule.rows[index]);
   states[slot].rows_since_publication = due ? 0 : since;
   states[slot].unpublished = moved && !due ? 1 : 0;
   begun[index] = due ? 1 : 0;
@@ -71,7 +74,11 @@ template <class = void>
 void decide_publications(const LayerState& layer, const FlushBatch& flushed, int first_sequence,
                          int count, const RowOrder& order, Phase phase, bool observes,
                          const CompressScratch& scratch, cudaStream_t stream) {
-  PublicationRule rule{layer.publish_interval(), {}, phase == Phase::decode, observes};
+  PublicationRule rule{layer.publish_interval(),
+                       {},
+                       phase == Phase::decode,
+                       observes,
+                       !layer.epochs().merges_at_once(phase)};
   for (int i = 0; i < count; ++i)
     rule.rows[i] = phase == Phase::prefill
                        ? rows_that_outweigh_an_epoch(layer, flushed.candidates(first_sequence + i))
@@ -83,9 +90,12 @@ void decide_publications(const LayerState& layer, const FlushBatch& flushed, int
 }
 
 /// @brief Begins new epochs for the flushed rows of at most kAdaptBatch sequences, where
-/// scratch.rollover.begun says so. Up to eight launches, and five more where codes want principal
-/// axes. Where residuals are kept, and there are epochs enough that some could merge: six launches
-/// for every 2048 stored rows of a sequence, which end at once unless there is a merge.
+/// scratch.rollover.begun says so, and goes on with merges in progress: by
+/// CacheConfig::most_merge_rows() rows, or, with a prompt, to their end. Up to eight launches, and
+/// five more where codes want principal axes. Where residuals are kept, and there are epochs enough
+/// that some could merge: six launches for every 2048 rows that a merge may re-project, which end
+/// at once unless there is a merge. With a prompt and so many epochs: twice the merges' launches,
+/// since a merge in progress ends before the prompt's epoch begins.
 /// @param source  its row 0 is the first flushed row
 /// @param order   of the rows that are compressed, if values chose them; from the first of these
 /// sequences on
@@ -96,14 +106,18 @@ void decide_publications(const LayerState& layer, const FlushBatch& flushed, int
 template <int coded_groups>
 void begin_epochs(LayerState& layer, const FlushBatch& flushed, int first_sequence, int count,
                   const RowSource& source, const RowOrder& order, int exempt, std::int32_t before,
-                  int splits, const CompressScratch& scratch, cudaStream_t stream) {
+                  int splits, Phase phase, const CompressScratch& scratch, cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
   const DeviceEpochStore& device_epochs = layer.device_epochs();
   const unsigned heads = static_cast<unsigned>(tables.num_heads),
                  sequences = static_cast<unsigned>(count);
   ObservedRows observed{};
   observed.order = order;
-  int most_rows = 0;
+  const bool at_once = layer.epochs().merges_at_once(phase);
+  const std::int32_t most = static_cast<std::int32_t>(
+      (std::min)(at_once ? std::int64_t{INT32_MAX} : layer.config().most_merge_rows(),
+                 std::int64_t{INT32_MAX}));
+  int most_rows = 0;  // of a merge
   bool may_merge = false;
   for (int i = 0; i < count; ++i) {
     const int from = first_sequence + i;
@@ -115,14 +129,45 @@ void begin_epochs(LayerState& layer, const FlushBatch& flushed, int first_sequen
     // Before this many steps there are too few epochs to merge any.
     if (++now.epochs.decode_steps >= device_epochs.limits().own && flushed.compressed[from] > 0) {
       may_merge = true;
-      most_rows = (std::max)(most_rows, now.rows.num_compressed + before);
+      most_rows = (std::max)(most_rows, (std::min)(most, now.rows.num_compressed + before));
       layer.own_pages(flushed.slots[from], RowList::compressed, 0, now.rows.num_compressed, stream);
     }
   }
-  roll_over_kernel<><<<sequences, 128, 0, stream>>>(tables, flushed, order, exempt, first_sequence,
-                                                    device_epochs.limits(), device_epochs.states(),
-                                                    scratch.rollover, device_epochs.counts(),
-                                                    device_epochs.reprojected());
+  const auto merge_planned_rows = [&] {
+    MergePlans plans;
+    plans.decided = scratch.rollover.plans;
+    const auto merge = [&](const MergePlans& some, int sequences_of, std::int32_t rows) {
+      enqueue_merges<coded_groups>(layer, some, sequences_of,
+                                   (rows + kStoreRows - 1) / kStoreRows + 1, scratch, stream);
+    };
+    if (layer.config().keep_residuals) {
+      for (int i = 0; i < count; ++i, ++plans.decided) {
+        if (observed.count[i] == 0) continue;
+        const HostSequence& now = layer.sequence(observed.slots[i]);
+        merge_noting_moves<coded_groups>(
+            layer, observed.slots[i], plans, 0, (std::min)(most, now.rows.num_compressed + before),
+            scratch.decoded, stream,
+            [&](const MergePlans& some) { merge(some, 1, some.end - some.begin); });
+      }
+    } else {
+      merge(plans, count, most_rows);
+    }
+    end_merges_kernel<>
+        <<<sequences, 128, 0, stream>>>(tables, device_epochs.limits(), device_epochs.states(),
+                                        device_epochs.counts(), scratch.rollover.plans);
+    check(cudaGetLastError(), "end_merges_kernel");
+  };
+  if (may_merge && phase == Phase::prefill) {
+    plan_rest_of_merges_kernel<>
+        <<<sequences, 1, 0, stream>>>(tables, flushed, first_sequence, device_epochs.states(),
+                                      scratch.rollover.plans, device_epochs.reprojected());
+    check(cudaGetLastError(), "plan_rest_of_merges_kernel");
+    merge_planned_rows();
+  }
+  roll_over_kernel<><<<sequences, 128, 0, stream>>>(
+      tables, flushed, order, exempt, first_sequence, device_epochs.limits(), most,
+      device_epochs.states(), scratch.rollover, device_epochs.counts(),
+      device_epochs.reprojected());
   check(cudaGetLastError(), "roll_over_kernel");
   PublishedEpochs published{};
   std::copy_n(observed.slots, count, published.slots);
@@ -140,27 +185,7 @@ void begin_epochs(LayerState& layer, const FlushBatch& flushed, int first_sequen
     check(cudaGetLastError(), "publish_kernel");
   }
   finish_epochs(tables, layer.epochs(), published, count, scratch.axes.steps, stream);
-  if (!may_merge) return;
-  MergePlans plans;
-  plans.decided = scratch.rollover.plans;
-  const auto merge = [&](const MergePlans& some, int sequences_of, std::int32_t rows) {
-    enqueue_merges<coded_groups>(layer, some, sequences_of,
-                                 (rows + kStoreRows - 1) / kStoreRows + 1, scratch, stream);
-  };
-  if (layer.config().keep_residuals) {
-    for (int i = 0; i < count; ++i, ++plans.decided) {
-      if (observed.count[i] == 0) continue;
-      const HostSequence& now = layer.sequence(observed.slots[i]);
-      merge_noting_moves<coded_groups>(
-          layer, observed.slots[i], plans, 0, now.rows.num_compressed + before, scratch.decoded,
-          stream, [&](const MergePlans& some) { merge(some, 1, some.end - some.begin); });
-    }
-  } else {
-    merge(plans, count, most_rows);
-  }
-  end_merges_kernel<><<<sequences, 128, 0, stream>>>(
-      tables, device_epochs.limits(), device_epochs.states(), scratch.rollover.plans);
-  check(cudaGetLastError(), "end_merges_kernel");
+  if (may_merge) merge_planned_rows();
 }
 
 }  // namespace cuda
