@@ -37,6 +37,7 @@ struct BudgetOptions {
   int sinks = 16;
   int recent = 8;              ///< last tokens, at full rank, beside those that wait for a flush
   double outlier_share = 0.0;  ///< tokens with the largest error in the metric, at full rank
+  int early_outliers = 0;      ///< ResidualOutliers::early
   /// Bits that a channel may have besides 0. 8 is needed.
   std::vector<int> widths{1, 2, 3, 4, 5, 6, 8};
   /// Number of consecutive channels that get the same bits. 32 for the Cuda backend, whose tiles
@@ -317,13 +318,13 @@ inline std::int64_t budgeted_bytes(const CacheShape& shape,
                                    const BudgetOptions& options) {
   const TransformCode quantizer{options.step_scale};
   const FullRows plain{options.full_type, options.full_row_bits};
-  const auto rows_of = [&](double share) {
-    return static_cast<std::int64_t>(share * static_cast<double>(options.context));
-  };
   const std::int64_t recent = (std::min)(std::int64_t{options.recent}, options.context);
   const std::int64_t sinks = (std::min)(std::int64_t{options.sinks}, options.context - recent);
-  const std::int64_t outliers =
-      (std::min)(rows_of(options.outlier_share), options.context - recent - sinks);
+  const std::int64_t outliers = (std::min)(
+      outlier_rows(
+          {.share = static_cast<float>(options.outlier_share), .early = options.early_outliers}, 0,
+          options.context),
+      options.context - recent - sinks);
   const std::int64_t compressed = options.context - recent - sinks - outliers;
   const auto pages = [&](std::int64_t rows, int per_page) {
     return (rows + per_page - 1) / per_page * static_cast<std::int64_t>(options.page_bytes);
@@ -555,6 +556,7 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
   model.policies.token_policy.get<SinkRecent>() = {options.sinks, options.recent};
   model.policies.token_policy.get<ResidualOutliers>() = {OutlierError::absolute,
                                                          static_cast<float>(options.outlier_share)};
+  model.policies.token_policy.get<ResidualOutliers>().early = options.early_outliers;
   model.policies.quantizer.step_scale = options.step_scale;
   return model;
 }

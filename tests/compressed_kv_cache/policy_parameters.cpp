@@ -144,6 +144,7 @@ TEST_CASE("heavy hitters and outliers") {
           {"share", [](auto& p) { p.token_policy.template get<ResidualOutliers>().share = 0.05F; }},
           {"threshold",
            [](auto& p) { p.token_policy.template get<ResidualOutliers>().threshold = 1.3F; }},
+          {"early", [](auto& p) { p.token_policy.template get<ResidualOutliers>().early = 4; }},
           {"error",
            [](auto& p) {
              p.token_policy.template get<ResidualOutliers>().error = OutlierError::absolute;
