@@ -21,6 +21,10 @@ struct Impl<ResidualOutliers, Cpu> {
   static bool relative_residuals(const ResidualOutliers& policy) {
     return policy.error == OutlierError::relative;
   }
+  static std::int64_t residual_candidates(const ResidualOutliers& policy, std::int64_t first,
+                                          std::int64_t count) {
+    return outlier_rows(policy, first, count) > 0 ? outlier_candidates(policy, first, count) : 0;
+  }
   static int recent(const ResidualOutliers&) { return 0; }
   static RowBounds bounds(const ResidualOutliers& policy, const RowBatch& batch) {
     return {outlier_rows(policy, batch.first_position, batch.num_rows), batch.num_rows};

@@ -25,6 +25,10 @@ struct Impl<ResidualOutliers, Cuda> {
                                   std::int64_t count, Phase) {
     return outlier_rows(policy, first_position, count);
   }
+  static std::int64_t candidate_rows(const ResidualOutliers& policy, std::int64_t first_position,
+                                     std::int64_t count) {
+    return outlier_candidates(policy, first_position, count);
+  }
 };
 
 LOWRANKKV_NAMESPACE_END
