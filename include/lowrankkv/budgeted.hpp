@@ -313,11 +313,13 @@ CodedMaps coded_maps(const CodedPart& part, const std::vector<std::uint8_t>& bit
 /// The rows that stay at full rank for their errors. @throws ValueError
 inline ResidualOutliers budgeted_outliers(const BudgetOptions& options) {
   if (options.early_outliers < 0 || options.early_outliers > BudgetOptions::kEarlyTokens)
-    fail<ValueError>("budget: early_outliers is in [0, ", BudgetOptions::kEarlyTokens, "], given ",
-                     options.early_outliers);
+    ::lowrankkv::detail::fail<ValueError>("budget: early_outliers is in [0, ",
+                                          BudgetOptions::kEarlyTokens, "], given ",
+                                          options.early_outliers);
   if (options.early_outliers > 0 && options.outlier_share > 0.0)
-    fail<ValueError>("budget: outlier_share ", options.outlier_share, " beside early_outliers ",
-                     options.early_outliers, "; one of them must be 0");
+    ::lowrankkv::detail::fail<ValueError>("budget: outlier_share ", options.outlier_share,
+                                          " beside early_outliers ", options.early_outliers,
+                                          "; one of them must be 0");
   if (options.early_outliers == 0)
     return {OutlierError::absolute, static_cast<float>(options.outlier_share)};
   const float share =
