@@ -93,6 +93,10 @@ struct Options {
     app->add_option("--outliers", method.outlier_share,
                     "share of tokens at full rank because of their error (OjaKVv2, Budgeted)")
         ->check(CLI::Range(0.0, 1.0));
+    app->add_option("--early-outliers", method.early_outliers,
+                    "so many of the first 128 tokens at full rank because of their error "
+                    "(Budgeted)")
+        ->check(CLI::Range(0, 128));
     app->add_flag("--pre-rope", method.pre_rope,
                   "store keys before their rotary embedding (bases: calibrate --pre-rope-out)");
     const std::map<std::string, bool> devices{{"cpu", false}, {"cuda", true}};

@@ -77,6 +77,7 @@ std::unique_ptr<KvStore> budgeted(Recipe recipe) {
   if (!recipe.options.widths.empty()) options.widths = recipe.options.widths;
   if (recipe.options.outlier_share >= 0.0F)
     options.outlier_share = static_cast<double>(recipe.options.outlier_share);
+  options.early_outliers = recipe.options.early_outliers;
   const calibrate::BudgetedModel model = calibrate::budgeted(recipe.moments, options);
   model.configure(recipe.config);
   return recipe.store<Budgeted<>>(model.bases, model.policies);

@@ -37,6 +37,10 @@ struct BudgetOptions {
   int sinks = 16;
   int recent = 8;              ///< last tokens, at full rank, beside those that wait for a flush
   double outlier_share = 0.0;  ///< tokens with the largest error in the metric, at full rank
+  /// So many of the first kEarlyTokens tokens at full rank, those with the largest error; of
+  /// shorter sequences in proportion. Beside outlier_share, it must be 0.
+  int early_outliers = 0;
+  static constexpr int kEarlyTokens = 128;
   /// Bits that a channel may have besides 0. 8 is needed.
   std::vector<int> widths{1, 2, 3, 4, 5, 6, 8};
   /// Number of consecutive channels that get the same bits. 32 for the Cuda backend, whose tiles
@@ -306,6 +310,23 @@ CodedMaps coded_maps(const CodedPart& part, const std::vector<std::uint8_t>& bit
   return maps;
 }
 
+/// The rows that stay at full rank for their errors. @throws ValueError
+inline ResidualOutliers budgeted_outliers(const BudgetOptions& options) {
+  if (options.early_outliers < 0 || options.early_outliers > BudgetOptions::kEarlyTokens)
+    ::lowrankkv::detail::fail<ValueError>("budget: early_outliers is in [0, ",
+                                          BudgetOptions::kEarlyTokens, "], given ",
+                                          options.early_outliers);
+  if (options.early_outliers > 0 && options.outlier_share > 0.0)
+    ::lowrankkv::detail::fail<ValueError>("budget: outlier_share ", options.outlier_share,
+                                          " beside early_outliers ", options.early_outliers,
+                                          "; one of them must be 0");
+  if (options.early_outliers == 0)
+    return {OutlierError::absolute, static_cast<float>(options.outlier_share)};
+  const float share =
+      static_cast<float>(options.early_outliers) / static_cast<float>(BudgetOptions::kEarlyTokens);
+  return {OutlierError::absolute, share, 0.0F, BudgetOptions::kEarlyTokens};
+}
+
 }  // namespace detail
 
 /// @brief Bytes of a sequence of options.context tokens right after its prompt, as
@@ -317,13 +338,11 @@ inline std::int64_t budgeted_bytes(const CacheShape& shape,
                                    const BudgetOptions& options) {
   const TransformCode quantizer{options.step_scale};
   const FullRows plain{options.full_type, options.full_row_bits};
-  const auto rows_of = [&](double share) {
-    return static_cast<std::int64_t>(share * static_cast<double>(options.context));
-  };
   const std::int64_t recent = (std::min)(std::int64_t{options.recent}, options.context);
   const std::int64_t sinks = (std::min)(std::int64_t{options.sinks}, options.context - recent);
   const std::int64_t outliers =
-      (std::min)(rows_of(options.outlier_share), options.context - recent - sinks);
+      (std::min)(outlier_rows(detail::budgeted_outliers(options), 0, options.context),
+                 options.context - recent - sinks);
   const std::int64_t compressed = options.context - recent - sinks - outliers;
   const auto pages = [&](std::int64_t rows, int per_page) {
     return (rows + per_page - 1) / per_page * static_cast<std::int64_t>(options.page_bytes);
@@ -553,8 +572,7 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
   }
   model.policies.basis = {KeyMetric::query_aware, ValueMetric::output_aware, true};
   model.policies.token_policy.get<SinkRecent>() = {options.sinks, options.recent};
-  model.policies.token_policy.get<ResidualOutliers>() = {OutlierError::absolute,
-                                                         static_cast<float>(options.outlier_share)};
+  model.policies.token_policy.get<ResidualOutliers>() = detail::budgeted_outliers(options);
   model.policies.quantizer.step_scale = options.step_scale;
   return model;
 }

@@ -144,6 +144,8 @@ TEST_CASE("heavy hitters and outliers") {
           {"share", [](auto& p) { p.token_policy.template get<ResidualOutliers>().share = 0.05F; }},
           {"threshold",
            [](auto& p) { p.token_policy.template get<ResidualOutliers>().threshold = 1.3F; }},
+          {"first_tokens",
+           [](auto& p) { p.token_policy.template get<ResidualOutliers>().first_tokens = 40; }},
           {"error",
            [](auto& p) {
              p.token_policy.template get<ResidualOutliers>().error = OutlierError::absolute;

@@ -84,6 +84,7 @@ TEST_CASE("residual outliers at full rank, on prompts and while decoding") {
         auto& outliers = setup.policies.token_policy.template get<ResidualOutliers>();
         outliers.share = 0.05F * static_cast<float>(draw(random, 0, 10));
         outliers.threshold = draw(random, 0, 1) == 0 ? 0.0F : 0.8F;
+        outliers.first_tokens = draw(random, 0, 2) * draw(random, 0, 60);
         setup.tolerance = kRounding;
       });
   CHECK(met[0] > 100);

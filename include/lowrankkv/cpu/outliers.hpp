@@ -111,13 +111,23 @@ void exempt_outliers(const State& state, int slot, int group, std::vector<Flushe
                      RowRange range, Phase phase) {
   const int heads = state.heads_per_group();
   const int first = group * heads;
-  std::vector<float> residuals(static_cast<std::size_t>(range.size()), 0.0F);
+  const std::int64_t position = state.first_tail_position(slot) + range.begin;
+  RowRange asked = range;  // the rows whose residuals are asked for
+  if constexpr (requires {
+                  State::TokenImpl::residual_candidates(state.token_policy, position, range.size());
+                }) {
+    asked.end = range.begin +
+                State::TokenImpl::residual_candidates(state.token_policy, position, range.size());
+    if (asked.size() == 0) return;
+  }
+  std::vector<float> residuals(static_cast<std::size_t>(range.size()), -1.0F);
+  std::fill_n(residuals.begin(), asked.size(), 0.0F);
   bool relative = true;
   if constexpr (requires { State::TokenImpl::relative_residuals(state.token_policy); })
     relative = State::TokenImpl::relative_residuals(state.token_policy);
   for (int head = first; head < first + heads; ++head)
-    add_error(state, slot, head, 1, Part::key, relative, rows, range, residuals.data());
-  add_error(state, slot, first, heads, Part::value, relative, rows, range, residuals.data());
+    add_error(state, slot, head, 1, Part::key, relative, rows, asked, residuals.data());
+  add_error(state, slot, first, heads, Part::value, relative, rows, asked, residuals.data());
   const auto fates_of = [&](int head) {
     return std::span(rows[static_cast<std::size_t>(head)].fates)
         .subspan(static_cast<std::size_t>(range.begin), static_cast<std::size_t>(range.size()));
@@ -126,7 +136,7 @@ void exempt_outliers(const State& state, int slot, int group, std::vector<Flushe
   for (std::size_t row = 0; row < fates.size(); ++row) {
     if (fates[row] != RowFate::compressed) residuals[row] = -1.0F;  // not a candidate
   }
-  RowBatch batch{first, state.first_tail_position(slot) + range.begin, range.size(), phase};
+  RowBatch batch{first, position, range.size(), phase};
   batch.residuals = residuals;
   std::vector<RowFate> wish(fates.size());
   State::TokenImpl::classify(state.token_policy, batch, wish);

@@ -3,6 +3,9 @@
 /// badly stay at full rank (OjaKV v2).
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
+
 #include "lowrankkv/core/error.hpp"
 #include "lowrankkv/token_policy/share_of_rows.hpp"
 
@@ -28,6 +31,10 @@ struct ResidualOutliers {
   /// are. On the Cuda backend a threshold makes calls that compress block until the device has
   /// counted these rows, as with HeavyHitters.
   float threshold = 0.0F;
+  /// Only rows of the sequence's first so many tokens, of which `share` is the share then. 0: of all
+  /// tokens. In some texts all later tokens read one of the first, whose code is not enough. On the
+  /// Cuda backend, where scores drop rows too, calls block as with a threshold.
+  int first_tokens = 0;
   friend bool operator==(const ResidualOutliers&, const ResidualOutliers&) = default;
 };
 
@@ -38,6 +45,23 @@ inline void check_residual_outliers(const ResidualOutliers& policy) {
     fail<ValueError>("ResidualOutliers: share is in [0, 1], given ", policy.share);
   if (!(policy.threshold >= 0.0F))
     fail<ValueError>("ResidualOutliers: threshold is at least 0, given ", policy.threshold);
+  if (policy.first_tokens < 0)
+    fail<ValueError>("ResidualOutliers: first_tokens is at least 0, given ", policy.first_tokens);
+}
+
+/// @brief Of `count` rows from position `first` on, so many of the first may stay at full rank.
+inline std::int64_t outlier_candidates(const ResidualOutliers& policy, std::int64_t first,
+                                       std::int64_t count) {
+  return policy.first_tokens == 0
+             ? count
+             : (std::clamp)(policy.first_tokens - first, std::int64_t{0}, count);
+}
+
+/// @brief Rows of [first, first + count) that stay at full rank. The results of adjacent batches
+/// add up to the result of their union.
+inline std::int64_t outlier_rows(const ResidualOutliers& policy, std::int64_t first,
+                                 std::int64_t count) {
+  return share_of_rows(policy.share, first, outlier_candidates(policy, first, count));
 }
 
 LOWRANKKV_NAMESPACE_END

@@ -316,6 +316,8 @@ Worst random_sequences(const MakeDevice& make_device, Settings settings, DType t
     settings.recent = 4 + static_cast<int>(random() % 60);
     settings.outliers = {random() % 2 == 0 ? OutlierError::relative : OutlierError::absolute,
                          0.02F * static_cast<float>(random() % 6), 0.0F};
+    if (thresholds() % 3 == 0)
+      settings.outliers.first_tokens = static_cast<int>(1 + thresholds() % 400);
     // From what nearly all errors exceed to what few do.
     if (thresholds() % 2 == 0)
       settings.outliers.threshold = std::exp2(-static_cast<float>(thresholds() % 8)) *

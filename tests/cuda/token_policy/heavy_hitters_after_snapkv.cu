@@ -52,6 +52,7 @@ void check_scored(Random& random, int first_trial, int last_trial, bool pre_rope
     settings.exempts = exempts<Cache>;
     settings.outliers.share = 0.25F;
     if (trial % 3 == 1) settings.outliers.threshold = 0.8F;
+    if (trial % 4 == 2) settings.outliers.first_tokens = 150;
     settings.chunk_length = 40;
     const RandomLayer layer = layer_of<Cache>(random, config.shape, settings);
     Side<Cache> side(config, layer, settings);

@@ -61,6 +61,17 @@ requires(TokenPolicyFor<Members, Cpu>&&...) struct Impl<Compose<Members...>, Cpu
     });
     return relative;
   }
+  /// Of `count` rows from a position on, so many of the first have residuals that a member asks
+  /// for.
+  static std::int64_t residual_candidates(const Policy& policy, std::int64_t first,
+                                          std::int64_t count) {
+    std::int64_t most = 0;
+    for_each_member(policy, [&]<class Member>(const Member& member) {
+      if constexpr (wants(Impl<Member, Cpu>::evidence, Evidence::residuals))
+        most = candidates_of(member, first, count);
+    });
+    return most;
+  }
   static RowBounds bounds(const Policy& policy, const RowBatch& batch) {
     RowBounds all{0, batch.num_rows};
     for_each_member(policy, [&]<class Member>(const Member& member) {
@@ -96,6 +107,13 @@ requires(TokenPolicyFor<Members, Cpu>&&...) struct Impl<Compose<Members...>, Cpu
   }
 
  private:
+  template <class Member>
+  static std::int64_t candidates_of(const Member& member, std::int64_t first, std::int64_t count) {
+    if constexpr (requires { Impl<Member, Cpu>::residual_candidates(member, first, count); })
+      return Impl<Member, Cpu>::residual_candidates(member, first, count);
+    else
+      return count;
+  }
   template <class Member>
   static bool relative_of(const Member& member) {
     if constexpr (requires { Impl<Member, Cpu>::relative_residuals(member); })

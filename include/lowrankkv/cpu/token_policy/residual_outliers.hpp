@@ -21,16 +21,20 @@ struct Impl<ResidualOutliers, Cpu> {
   static bool relative_residuals(const ResidualOutliers& policy) {
     return policy.error == OutlierError::relative;
   }
+  static std::int64_t residual_candidates(const ResidualOutliers& policy, std::int64_t first,
+                                          std::int64_t count) {
+    return outlier_rows(policy, first, count) > 0 ? outlier_candidates(policy, first, count) : 0;
+  }
   static int recent(const ResidualOutliers&) { return 0; }
   static RowBounds bounds(const ResidualOutliers& policy, const RowBatch& batch) {
-    return {share_of_rows(policy.share, batch.first_position, batch.num_rows), batch.num_rows};
+    return {outlier_rows(policy, batch.first_position, batch.num_rows), batch.num_rows};
   }
   static void classify(const ResidualOutliers& policy, const RowBatch& batch,
                        std::span<RowFate> fates) {
     std::fill(fates.begin(), fates.end(), RowFate::compressed);
     if (batch.residuals.empty()) return;
     for (const std::int64_t row : cpu::top_rows(
-             batch.residuals, share_of_rows(policy.share, batch.first_position, batch.num_rows))) {
+             batch.residuals, outlier_rows(policy, batch.first_position, batch.num_rows))) {
       const float residual = batch.residuals[static_cast<std::size_t>(row)];
       if (residual > policy.threshold) fates[static_cast<std::size_t>(row)] = RowFate::full;
     }

@@ -121,8 +121,7 @@ const std::int32_t* store_part_rows(const Layer& layer, const CompressCall& call
     const std::int64_t pinned = order.part == 0 ? part.pinned[0] : 0;
     if (exempt + pinned > 0) {
       const auto [full, compressed] = exempt_of_part<Layer::coded_groups>(
-          layer.state, part, order, length, exempt, relative_errors(policy), least_error(policy),
-          call.source, scratch, call.stream);
+          layer.state, part, order, length, exempt, policy, call.source, scratch, call.stream);
       if constexpr (Layer::Rows::scores_both) {
         note_scores(layer.state, part, scratch.accumulated_scores, scratch.rows, full, compressed,
                     call.stream);
@@ -245,8 +244,7 @@ void choose_by_errors(const Layer& layer, const CompressCall& call, FlushedBatch
   for (int i = 0; i < flushed.count; ++i) any = any || flushed.full[i] > flushed.pinned[i];
   if (!any || batch.counted) return;
   std::tie(batch.full, batch.compressed) = exempt_outliers<Layer::coded_groups, Layer::joins>(
-      layer.state, flushed, relative_errors(policy), least_error(policy), batch.compressed,
-      call.source, call.scratch, call.stream);
+      layer.state, flushed, policy, batch.compressed, call.source, call.scratch, call.stream);
   batch.counts = batch.full.ends;
 }
 

@@ -111,27 +111,32 @@ void for_each_part(const LayerState& layer, const FlushBatch& flushed, RowOrder 
 /// first part the prompt's pinned rows come first in the order of the full list. The counts of both
 /// are written to scratch.exempt [2, heads].
 /// @tparam coded_groups  scale groups of tiles of codes; 0: plain tiles
-template <int coded_groups, class State>
+/// @param policy  the token policy
+template <int coded_groups, class State, class Policy>
 std::pair<RowOrder, RowOrder> exempt_of_part(const State& layer, const FlushBatch& part,
                                              const RowOrder& order, std::int32_t length,
-                                             std::int64_t wanted, bool relative, float least,
+                                             std::int64_t wanted, const Policy& policy,
                                              const RowSource& source,
                                              const CompressScratch& scratch, cudaStream_t stream) {
   const unsigned heads = static_cast<unsigned>(layer.tables().num_heads);
   const std::int32_t first = (std::max)(part.pinned[0], order.part * length),
-                     end = (std::min)(part.rows[0], (order.part + 1) * length);
+                     end = (std::min)(part.rows[0], (order.part + 1) * length),
+                     last = (std::max)(first, static_cast<std::int32_t>(
+                                                  error_candidates(policy, part.position[0], end)));
   ErrorRows rows{};
   rows.slots[0] = part.slots[0];
   rows.first[0] = first;
-  rows.count[0] = (std::max)(0, end - first);
+  rows.count[0] = last - first;
+  clear_errors(scratch, layer.tables().num_heads, 0, last, end, stream);
   if (rows.count[0] > 0)
-    enqueue_errors<coded_groups, false>(layer, part, rows, relative, source, scratch, stream);
+    enqueue_errors<coded_groups, false>(layer, part, rows, relative_errors(policy), source, scratch,
+                                        stream);
   float* own_errors = scratch.second_scores(layer.tables().num_heads);
   gather_scores_kernel<>
       <<<heads, kSelectThreads, 0, stream>>>(scratch.scores, scratch.rows, order, part, own_errors);
   check(cudaGetLastError(), "gather_scores_kernel");
-  Candidates candidates{own_errors, scratch.rows, false,          {},   {}, {},
-                        order,      true,         scratch.exempt, least};
+  Candidates candidates{own_errors,     scratch.rows,       false, {}, {}, {}, order, true,
+                        scratch.exempt, least_error(policy)};
   candidates.wanted[0] = static_cast<std::int32_t>(wanted);
   top_rows_kernel<><<<heads, kSelectThreads, 0, stream>>>(candidates, scratch.chosen, scratch.rest);
   check(cudaGetLastError(), "top_rows_kernel");

@@ -15,7 +15,9 @@
 ///   first_position, count, Phase)`: how many of the rows that are not pinned are chosen, by
 ///   - errors: the chosen rows are full. Also `static bool relative_errors(const P&)` and optional
 ///     `static float least_error(const P&)`: above 0, only rows whose error exceeds it are chosen,
-///     so that heads have different numbers of rows, which the host must read back;
+///     so that heads have different numbers of rows, which the host must read back. Also optional
+///     `static std::int64_t candidate_rows(const P&, first_position, count)`: of `count` rows from
+///     a position on, so many of the first may be chosen; else all;
 ///   - scores: the other rows are dropped. Also `static AttentionScores attention_scores(const
 ///     P&)`;
 ///   - accumulated_scores, the attention that rows have received: rows are chosen among all stored
@@ -26,6 +28,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cfloat>
 #include <cstdint>
 #include <type_traits>
 
@@ -128,6 +131,17 @@ std::int64_t pinned_rows(const Policy& policy, std::int64_t first_position, std:
   });
   return pinned;
 }
+/// @brief Of `count` rows from a position on, so many of the first may be full for their errors.
+template <class Policy>
+std::int64_t error_candidates(const Policy& policy, std::int64_t first_position,
+                              std::int64_t count) {
+  std::int64_t rows = count;
+  for_each_member(policy, [&]<class Member>(const Member& member) {
+    if constexpr (requires { Impl<Member, Cuda>::candidate_rows(member, first_position, count); })
+      rows = Impl<Member, Cuda>::candidate_rows(member, first_position, count);
+  });
+  return rows;
+}
 /// @brief How many of `count` flushed rows from a position on go to each list.
 template <class Policy>
 RowCounts row_counts(const Policy& policy, std::int64_t first_position, std::int64_t count,
@@ -148,8 +162,11 @@ RowCounts row_counts(const Policy& policy, std::int64_t first_position, std::int
       Rules::by_scores ? (std::min)(rest, chosen_of(RowChoice::scores, first_position, count))
       : Rules::fate == RowFate::dropped ? 0
                                         : rest;
+  const std::int64_t candidates =
+      (std::max)(std::int64_t{0}, error_candidates(policy, first_position, count) - pinned);
   const std::int64_t exempt =
-      Rules::by_errors    ? (std::min)(kept, chosen_of(RowChoice::errors, first_position, count))
+      Rules::by_errors
+          ? (std::min)({kept, candidates, chosen_of(RowChoice::errors, first_position, count)})
       : Rules::compresses ? 0
                           : kept;  // full rows among the kept ones
   if (Rules::accumulates_scores) {
@@ -185,7 +202,8 @@ bool relative_errors(const Policy& policy) {
   return relative;
 }
 /// @brief The threshold that a row's error must exceed for the row to stay full; 0: no threshold,
-/// the largest errors win.
+/// the largest errors win. Where only some rows may stay full for their errors, and scores may drop
+/// any of them, there is the smallest one: other rows are given no error.
 template <class Policy>
 float least_error(const Policy& policy) {
   float least = 0.0F;
@@ -193,7 +211,11 @@ float least_error(const Policy& policy) {
     if constexpr (requires { Impl<Member, Cuda>::least_error(member); })
       least = Impl<Member, Cuda>::least_error(member);
   });
-  return TokenRules<Policy>::by_errors ? least : 0.0F;
+  using Rules = TokenRules<Policy>;
+  if (!Rules::by_errors) return 0.0F;
+  constexpr std::int64_t all = std::int64_t{1} << 32;
+  const bool some = error_candidates(policy, 0, all) < all;
+  return some && Rules::drops ? (std::max)(least, FLT_MIN) : least;
 }
 /// @brief The scores by which prompt rows are chosen; a window of 0: rows are not chosen by score.
 template <class Policy>

@@ -23,7 +23,11 @@ struct Impl<ResidualOutliers, Cuda> {
   }
   static std::int64_t chosen_rows(const ResidualOutliers& policy, std::int64_t first_position,
                                   std::int64_t count, Phase) {
-    return share_of_rows(policy.share, first_position, count);
+    return outlier_rows(policy, first_position, count);
+  }
+  static std::int64_t candidate_rows(const ResidualOutliers& policy, std::int64_t first_position,
+                                     std::int64_t count) {
+    return outlier_candidates(policy, first_position, count);
   }
 };
 

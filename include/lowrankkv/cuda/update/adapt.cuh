@@ -450,19 +450,37 @@ void enqueue_errors(const State& layer, const FlushBatch& flushed, const ErrorRo
                                     scratch.latents, scratch.scores, scratch.rows, stream);
 }
 
+/// @brief Enqueues that rows [first, end) of a sequence of a batch have no error: they sort behind
+/// all others.
+inline void clear_errors(const CompressScratch& scratch, int heads, int sequence,
+                         std::int32_t first, std::int32_t end, cudaStream_t stream) {
+  if (first >= end) return;
+  const std::size_t pitch = static_cast<std::size_t>(scratch.rows) * sizeof(float);
+  check(cudaMemset2DAsync(scratch.scores +
+                              static_cast<std::size_t>(sequence * heads) *
+                                  static_cast<std::size_t>(scratch.rows) +
+                              first,
+                          pitch, 0xff,  // NaN
+                          static_cast<std::size_t>(end - first) * sizeof(float),
+                          static_cast<std::size_t>(heads), stream),
+        "clear_errors");
+}
+
 /// @brief Chooses the rows that stay full, among the rows that are about to be compressed: those
 /// with the largest errors under the maps that would store them. So many stay that each sequence's
 /// count of full rows is reached. Fewer stay, if no more errors exceed `least` or a head has no
 /// more rows; then scratch.exempt holds how many.
 /// @tparam coded_groups  scale groups of tiles of codes; 0: plain tiles
 /// @tparam joint  whether values are joint
+/// @param policy  the token policy
 /// @param kept  the rows that are neither pinned nor dropped; null: all rows behind the pinned ones
 /// @return the orders of the two lists, full and compressed
-template <int coded_groups, bool joint, class State>
+template <int coded_groups, bool joint, class State, class Policy>
 std::pair<RowOrder, RowOrder> exempt_outliers(const State& layer, const FlushBatch& flushed,
-                                              bool relative, float least, const RowOrder& kept,
+                                              const Policy& policy, const RowOrder& kept,
                                               const RowSource& source,
                                               const CompressScratch& scratch, cudaStream_t stream) {
+  const float least = least_error(policy);
   const LayerEdit& tables = layer.tables();
   const unsigned heads = static_cast<unsigned>(tables.num_heads),
                  sequences = static_cast<unsigned>(flushed.count);
@@ -473,10 +491,14 @@ std::pair<RowOrder, RowOrder> exempt_outliers(const State& layer, const FlushBat
     wanted.first[i] = candidates.first[i] = flushed.pinned[i];
     wanted.count[i] =
         kept.rows != nullptr ? flushed.rows[i] - flushed.pinned[i] : flushed.candidates(i);
-    candidates.end[i] = flushed.pinned[i] + wanted.count[i];
+    const std::int32_t end = candidates.end[i] = flushed.pinned[i] + wanted.count[i];
     candidates.wanted[i] = flushed.full[i] - flushed.pinned[i];
+    const auto last = static_cast<std::int32_t>(error_candidates(policy, flushed.position[i], end));
+    wanted.count[i] = (std::max)(0, last - wanted.first[i]);
+    clear_errors(scratch, tables.num_heads, i, (std::max)(last, wanted.first[i]), end, stream);
   }
-  enqueue_errors<coded_groups, joint>(layer, flushed, wanted, relative, source, scratch, stream);
+  enqueue_errors<coded_groups, joint>(layer, flushed, wanted, relative_errors(policy), source,
+                                      scratch, stream);
   // Whether values decide how many rows the lists get.
   const bool counted = least > 0.0F || kept.ends != nullptr;
   // The kept rows are numbered anew, chosen among, and then named again (rows_of_indices_kernel).
