@@ -15,7 +15,7 @@ declare -A parts=(
   [sanitizers]="clang++ without -march=native; what handles memory under the address and undefined-behaviour sanitizers, threads under that of threads"
   [headers]="every header compiles alone, CUDA headers too; misuse of a policy gives one readable line; clang-tidy over everything"
   [packages]="consumers: CMake, pkg-config, Conan; the reference of every header"
-  [architectures]="every kernel that a preset can reach, assembled for sm_80 and sm_90; the CUDA tests' own for compute_80; Release builds of examples and benchmarks"
+  [architectures]="every kernel that a preset can reach, assembled for sm_80 and sm_90; the CUDA tests read for compute_80; Release builds of examples and benchmarks"
   [fuzz]="fuzz targets: a minute for each reader of files that are not trusted, under sanitizers"
   [random]="the kernel tests that run emulated and that the check leaves out, and long random operation sequences"
 )
@@ -109,11 +109,12 @@ part_architectures() {  # nothing of CUDA runs here but what is host code; with 
     build check-architectures -DLOWRANKKV_BUILD_TESTS=OFF -DLOWRANKKV_BUILD_BENCHMARKS=ON "${cuda[@]}"
     return
   fi
-  # The benchmarks' kernels are those of presets and of the tests: nvcc reads them there, and does not compile them again.
+  # The benchmarks' kernels are those of presets and of the tests, and the tests' are compiled in the check: nvcc reads them
+  # here for compute_80, and compiles no code of them. The examples' are presets' too: assembled for one architecture.
   local syntax=()
-  [[ $("$nvcc" --help) != *--fdevice-syntax-only* ]] || syntax=(-DLOWRANKKV_CUDA_BENCHMARK_FLAGS=-fdevice-syntax-only)
+  [[ $("$nvcc" --help) != *--fdevice-syntax-only* ]] || syntax=(-DLOWRANKKV_CUDA_BENCHMARK_FLAGS=-fdevice-syntax-only -DLOWRANKKV_CUDA_TEST_FLAGS=-fdevice-syntax-only)
   build check-architectures -DLOWRANKKV_BUILD_BENCHMARKS=ON "-DLOWRANKKV_TESTS=gpu;kernels" -DLOWRANKKV_TEST_FLAGS=-O0 \
-    -DCMAKE_CUDA_ARCHITECTURES=80-virtual "-DLOWRANKKV_PROGRAM_ARCHITECTURES=80-real;90-real" "${cuda[@]}" "$unused_gpu_code" "${syntax[@]}"
+    -DCMAKE_CUDA_ARCHITECTURES=80-virtual "-DLOWRANKKV_PROGRAM_ARCHITECTURES=80-real;90-real" -DLOWRANKKV_EXAMPLE_ARCHITECTURES=90-real "${cuda[@]}" "$unused_gpu_code" "${syntax[@]}"
   run_tests check-architectures -R '^cuda_host_code$'
 }
 

@@ -32,6 +32,7 @@ TEST_CASE(
       options.ratio = ratio;
       options.context = 2000;
       options.outlier_share = outliers;
+      if (outliers > 0.0) options.early_outliers = 0;
       options.page_bytes = 2048;
       const calibrate::BudgetedModel budgeted = calibrate::budgeted(model, options);
       CacheConfig config;

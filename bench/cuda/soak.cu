@@ -7,8 +7,8 @@
 // -gencode=arch=compute_90,code=sm_90 bench/cuda/soak.cu
 //
 // A flush re-projects at most merge_rows rows of a merge: the default, and all of them at once. The
-// device manages the epochs of SubSpaceA. The floor of a merge at once is to read and write the rows
-// that are stored, once, at the rate that copying reaches (measure.cuh).
+// device manages the epochs of SubSpaceA. The floor of a merge at once is to read and write the
+// rows that are stored, once, at the rate that copying reaches (measure.cuh).
 #include <algorithm>
 #include <cstdio>
 #include <string>

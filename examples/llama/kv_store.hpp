@@ -52,7 +52,7 @@ struct MethodOptions {
   float prefill_rate = -1.0F;  // Oja; negative: the library's default
   float decode_rate = -1.0F;
   float outlier_share = -1.0F;  // OjaKVv2 and Budgeted; negative: the method's default
-  int early_outliers = 0;       // Budgeted: BudgetOptions::early_outliers
+  int early_outliers = -1;      // Budgeted: BudgetOptions::early_outliers; negative: its default
   bool pre_rope =
       false;  // keys are stored before their rotary embedding, and rotated when they are read
   bool on_gpu = false;  // cache and attention on the GPU

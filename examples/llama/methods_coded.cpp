@@ -77,7 +77,10 @@ std::unique_ptr<KvStore> budgeted(Recipe recipe) {
   if (!recipe.options.widths.empty()) options.widths = recipe.options.widths;
   if (recipe.options.outlier_share >= 0.0F)
     options.outlier_share = static_cast<double>(recipe.options.outlier_share);
-  options.early_outliers = recipe.options.early_outliers;
+  if (recipe.options.early_outliers >= 0)
+    options.early_outliers = recipe.options.early_outliers;
+  else if (options.outlier_share > 0.0)
+    options.early_outliers = 0;
   const calibrate::BudgetedModel model = calibrate::budgeted(recipe.moments, options);
   model.configure(recipe.config);
   return recipe.store<Budgeted<>>(model.bases, model.policies);
@@ -112,7 +115,7 @@ std::vector<Method> coded_methods() {
       {{"Budgeted",
         "bytes, everything counted",
         "transform coding in the metric of the layer's output, bits by reverse water-filling; "
-        "16 sinks and 8 recent tokens at full rank",
+        "16 sinks, 8 of the first 128 and 8 recent tokens at full rank",
         {0.2, 0.14, 0.1, 0.07}},
        budgeted},
       {{"Budgeted+PreRoPE",

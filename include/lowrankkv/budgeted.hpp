@@ -39,7 +39,7 @@ struct BudgetOptions {
   double outlier_share = 0.0;  ///< tokens with the largest error in the metric, at full rank
   /// So many of the first kEarlyTokens tokens at full rank, those with the largest error; of
   /// shorter sequences in proportion. Beside outlier_share, it must be 0.
-  int early_outliers = 0;
+  int early_outliers = 8;
   static constexpr int kEarlyTokens = 128;
   /// Bits that a channel may have besides 0. 8 is needed.
   std::vector<int> widths{1, 2, 3, 4, 5, 6, 8};

@@ -31,9 +31,9 @@ struct ResidualOutliers {
   /// are. On the Cuda backend a threshold makes calls that compress block until the device has
   /// counted these rows, as with HeavyHitters.
   float threshold = 0.0F;
-  /// Only rows of the sequence's first so many tokens, of which `share` is the share then. 0: of all
-  /// tokens. In some texts all later tokens read one of the first, whose code is not enough. On the
-  /// Cuda backend, where scores drop rows too, calls block as with a threshold.
+  /// Only rows of the sequence's first so many tokens, of which `share` is the share then. 0: of
+  /// all tokens. In some texts all later tokens read one of the first, whose code is not enough. On
+  /// the Cuda backend, where scores drop rows too, calls block as with a threshold.
   int first_tokens = 0;
   friend bool operator==(const ResidualOutliers&, const ResidualOutliers&) = default;
 };

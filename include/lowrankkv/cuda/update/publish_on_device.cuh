@@ -89,6 +89,44 @@ void decide_publications(const LayerState& layer, const FlushBatch& flushed, int
   check(cudaGetLastError(), "publication_kernel");
 }
 
+/// @brief Re-projects the rows that scratch.rollover.plans names, and gives them to the next
+/// segments.
+/// @param most    so many rows of a head's list at most, in a plan
+/// @param before  rows of the prompt that are stored and that the host does not count yet
+template <int coded_groups>
+void merge_planned_rows(LayerState& layer, const ObservedRows& observed, int count,
+                        std::int32_t most, std::int32_t before, const CompressScratch& scratch,
+                        cudaStream_t stream) {
+  const DeviceEpochStore& device_epochs = layer.device_epochs();
+  MergePlans plans;
+  plans.decided = scratch.rollover.plans;
+  const auto rows_of = [&](int i) {
+    return (std::min)(most, layer.sequence(observed.slots[i]).rows.num_compressed + before);
+  };
+  const auto merge = [&](const MergePlans& some, int sequences, std::int32_t rows) {
+    enqueue_merges<coded_groups>(layer, some, sequences, (rows + kStoreRows - 1) / kStoreRows + 1,
+                                 scratch, stream);
+  };
+  std::int32_t most_rows = 0;
+  for (int i = 0; i < count; ++i) {
+    if (observed.count[i] > 0) most_rows = (std::max)(most_rows, rows_of(i));
+  }
+  if (layer.config().keep_residuals) {
+    for (int i = 0; i < count; ++i, ++plans.decided) {
+      if (observed.count[i] == 0) continue;
+      merge_noting_moves<coded_groups>(
+          layer, observed.slots[i], plans, 0, rows_of(i), scratch.decoded, stream,
+          [&](const MergePlans& some) { merge(some, 1, some.end - some.begin); });
+    }
+  } else {
+    merge(plans, count, most_rows);
+  }
+  end_merges_kernel<><<<static_cast<unsigned>(count), 128, 0, stream>>>(
+      layer.tables(), device_epochs.limits(), device_epochs.states(), device_epochs.counts(),
+      scratch.rollover.plans);
+  check(cudaGetLastError(), "end_merges_kernel");
+}
+
 /// @brief Begins new epochs for the flushed rows of at most kAdaptBatch sequences, where
 /// scratch.rollover.begun says so, and goes on with merges in progress: by
 /// CacheConfig::most_merge_rows() rows, or, with a prompt, to their end. Up to eight launches, and
@@ -117,7 +155,6 @@ void begin_epochs(LayerState& layer, const FlushBatch& flushed, int first_sequen
   const std::int32_t most = static_cast<std::int32_t>(
       (std::min)(at_once ? std::int64_t{INT32_MAX} : layer.config().most_merge_rows(),
                  std::int64_t{INT32_MAX}));
-  int most_rows = 0;  // of a merge
   bool may_merge = false;
   for (int i = 0; i < count; ++i) {
     const int from = first_sequence + i;
@@ -129,40 +166,15 @@ void begin_epochs(LayerState& layer, const FlushBatch& flushed, int first_sequen
     // Before this many steps there are too few epochs to merge any.
     if (++now.epochs.decode_steps >= device_epochs.limits().own && flushed.compressed[from] > 0) {
       may_merge = true;
-      most_rows = (std::max)(most_rows, (std::min)(most, now.rows.num_compressed + before));
       layer.own_pages(flushed.slots[from], RowList::compressed, 0, now.rows.num_compressed, stream);
     }
   }
-  const auto merge_planned_rows = [&] {
-    MergePlans plans;
-    plans.decided = scratch.rollover.plans;
-    const auto merge = [&](const MergePlans& some, int sequences_of, std::int32_t rows) {
-      enqueue_merges<coded_groups>(layer, some, sequences_of,
-                                   (rows + kStoreRows - 1) / kStoreRows + 1, scratch, stream);
-    };
-    if (layer.config().keep_residuals) {
-      for (int i = 0; i < count; ++i, ++plans.decided) {
-        if (observed.count[i] == 0) continue;
-        const HostSequence& now = layer.sequence(observed.slots[i]);
-        merge_noting_moves<coded_groups>(
-            layer, observed.slots[i], plans, 0, (std::min)(most, now.rows.num_compressed + before),
-            scratch.decoded, stream,
-            [&](const MergePlans& some) { merge(some, 1, some.end - some.begin); });
-      }
-    } else {
-      merge(plans, count, most_rows);
-    }
-    end_merges_kernel<>
-        <<<sequences, 128, 0, stream>>>(tables, device_epochs.limits(), device_epochs.states(),
-                                        device_epochs.counts(), scratch.rollover.plans);
-    check(cudaGetLastError(), "end_merges_kernel");
-  };
   if (may_merge && phase == Phase::prefill) {
     plan_rest_of_merges_kernel<>
         <<<sequences, 1, 0, stream>>>(tables, flushed, first_sequence, device_epochs.states(),
                                       scratch.rollover.plans, device_epochs.reprojected());
     check(cudaGetLastError(), "plan_rest_of_merges_kernel");
-    merge_planned_rows();
+    merge_planned_rows<coded_groups>(layer, observed, count, most, before, scratch, stream);
   }
   roll_over_kernel<><<<sequences, 128, 0, stream>>>(
       tables, flushed, order, exempt, first_sequence, device_epochs.limits(), most,
@@ -185,7 +197,8 @@ void begin_epochs(LayerState& layer, const FlushBatch& flushed, int first_sequen
     check(cudaGetLastError(), "publish_kernel");
   }
   finish_epochs(tables, layer.epochs(), published, count, scratch.axes.steps, stream);
-  if (may_merge) merge_planned_rows();
+  if (may_merge)
+    merge_planned_rows<coded_groups>(layer, observed, count, most, before, scratch, stream);
 }
 
 }  // namespace cuda
