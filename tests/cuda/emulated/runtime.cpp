@@ -45,6 +45,14 @@ cudaError_t cudaMemsetAsync(void* memory, int value, std::size_t bytes, cudaStre
   emulated::enqueue([=] { std::memset(memory, value, bytes); });
   return cudaSuccess;
 }
+cudaError_t cudaMemset2DAsync(void* memory, std::size_t stride, int value, std::size_t width,
+                              std::size_t height, cudaStream_t) {
+  emulated::enqueue([=] {
+    for (std::size_t row = 0; row < height; ++row)
+      std::memset(static_cast<char*>(memory) + row * stride, value, width);
+  });
+  return cudaSuccess;
+}
 cudaError_t cudaMemcpyAsync(void* target, const void* source, std::size_t bytes, cudaMemcpyKind,
                             cudaStream_t) {
   emulated::enqueue([=] { std::memmove(target, source, bytes); });
