@@ -62,11 +62,15 @@ TEST_CASE(
       device;  // what the Cuda backend's kernels want: channels by 32, of 2, 4 or 8 bits
   device.ratio = 0.2;
   device.context = 2000;
-  device.page_bytes = 2048;
   const calibrate::BudgetedModel on_device = calibrate::budgeted(model, device.for_cuda());
   CacheConfig config{.shape = shape, .page_bytes = 512};
   on_device.configure(config);
-  CHECK(config.page_bytes == 0);  // the cache's own choice
+  CHECK(config.page_bytes == on_device.options.page_bytes);
+  // Room for a tile of 32 rows in 8 bits, and for one of 64 rows of codes.
+  CHECK(config.page_bytes >= 4224);
+  CHECK(config.page_bytes % 256 == 0);
+  CHECK(on_device.bytes_at(2000) <= 0.2 * 2000 * 3 * 2 * 256);
+  CHECK(on_device.bytes_at(2000) > 0.95 * 0.2 * 2000 * 3 * 2 * 256);
   CHECK(config.full_row_bits == 8);
   for (const LayerBasis& layer : on_device.bases) {
     for (const HeadBasis& head : layer.heads) {
@@ -138,7 +142,11 @@ TEST_CASE("a budget chooses the page size that leaves most bytes for codes") {
   // The Cuda backend's tiles have sizes of their own.
   calibrate::BudgetOptions device;
   device.context = 3000;
-  CHECK(calibrate::budgeted(model, device.for_cuda()).options.page_bytes == 4096);
+  CHECK(calibrate::budgeted(model, device.for_cuda()).options.page_bytes >= 4224);
+  device.page_bytes = 4096;
+  CHECK_THROWS_WITH_AS(calibrate::budgeted(model, device),
+                       "budget: page_bytes: a tile of full rows needs 4224, a page has 4096",
+                       CapacityError);
 }
 
 TEST_CASE("a budget says what a sequence takes at every length, and with tokens that wait") {

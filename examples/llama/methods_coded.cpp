@@ -14,8 +14,10 @@ namespace {
 using namespace lowrankkv;  // the names of the library are what this file is about
 
 /// Rows of codes are short: small pages leave little of the last one empty, large ones lose little
-/// to whole rows.
-std::size_t page_bytes(const Recipe& recipe) { return recipe.context() <= 2048 ? 1024 : 4096; }
+/// to whole rows. On the GPU tiles say what a page is.
+std::size_t page_bytes(const Recipe& recipe) {
+  return recipe.options.on_gpu ? 0 : recipe.context() <= 2048 ? 1024 : 4096;
+}
 
 std::unique_ptr<KvStore> subspace_g(Recipe recipe) {
   recipe.config.page_bytes = page_bytes(recipe);
@@ -83,6 +85,7 @@ std::unique_ptr<KvStore> budgeted(Recipe recipe) {
     options.early_outliers = 0;
   const calibrate::BudgetedModel model = calibrate::budgeted(recipe.moments, options);
   model.configure(recipe.config);
+  if (recipe.options.on_gpu && !options.on_device) recipe.config.page_bytes = 0;
   return recipe.store<Budgeted<>>(model.bases, model.policies);
 }
 

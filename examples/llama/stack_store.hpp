@@ -200,7 +200,6 @@ struct Recipe {
 #ifdef LOWRANKKV_LLAMA_CUDA
     if constexpr (std::is_constructible_v<device::AnyPolicies, const PolicySet&>) {
       lowrankkv::CacheConfig on_device = of_layers;
-      on_device.page_bytes = 0;  // pages of the tiles' size
       on_device.max_query_tokens = 64;
       return std::make_unique<DeviceStore>(make_device_caches(on_device, bases, policies),
                                            of_layers.rope.keys == lowrankkv::Rope::pre);

@@ -18,6 +18,7 @@
 #include "lowrankkv/calibrate/allocate_bits.hpp"
 #include "lowrankkv/calibrate/layer_moments.hpp"
 #include "lowrankkv/calibrate/moments.hpp"
+#include "lowrankkv/core/device_tiles.hpp"
 #include "lowrankkv/core/error.hpp"
 #include "lowrankkv/linalg/eigen_matrix.hpp"
 #include "lowrankkv/presets.hpp"
@@ -51,18 +52,21 @@ struct BudgetOptions {
   DType full_type = DType::f16;  ///< of rows at full rank: CacheConfig::full_type
   int full_row_bits = 8;         ///< CacheConfig::full_row_bits; 8 serves as well as 16
   /// Page size of the pool in bytes. 0: the multiple of 256, from 512 to 8192 (of wide rows, to two
-  /// rows), at which the rows of this budget take the fewest bytes of pages. Small pages leave
-  /// little unused at the end of a list, large ones little beside their last row.
+  /// rows; on the Cuda backend from the largest tile to four of them), at which the rows of this
+  /// budget take the fewest bytes of pages. Small pages leave little unused at the end of a list,
+  /// large ones little beside their last row.
   std::size_t page_bytes = 0;
   /// Sample rows of a head's part at which codes are fitted to them; with fewer, to a Gaussian.
   static constexpr std::int64_t kFewestRows = 128;
-  /// The cache chooses its page size: configure() leaves it 0. So the Cuda backend does, whose
-  /// tiles have sizes of their own. The budget then counts with page_bytes, or with 4096 if it is
-  /// 0.
-  bool page_bytes_of_cache = false;
+  /// Bytes are those of the Cuda backend: its tiles, and 4 bytes for the position of every row and
+  /// KV head. Else those of the CPU backend.
+  bool on_device = false;
+  /// Whether keys are stored before RoPE: on the Cuda backend tiles of full rows are larger then.
+  /// budgeted() takes it from the moments.
+  bool pre_rope = false;
 
   /// @brief Sets the channels and widths that suit the Cuda backend's kernels: 32 channels share 2,
-  /// 4 or 8 bits, which is one plane of codes. Pages are left to the cache.
+  /// 4 or 8 bits, which is one plane of codes. Bytes are counted as that backend has them.
   ///
   /// Codes of 3 and 6 bits would take two planes. At equal bytes they leave a fifth less error (as
   /// much as 5 % more bytes do), but attention takes a fifth longer
@@ -70,7 +74,7 @@ struct BudgetOptions {
   BudgetOptions& for_cuda() {
     widths = {2, 4, 8};
     channels_together = 32;
-    page_bytes_of_cache = true;
+    on_device = true;
     return *this;
   }
 };
@@ -83,16 +87,16 @@ struct BudgetedModel {
   BudgetOptions options;  ///< the options that it was made for
   CacheShape shape;       ///< of every layer
 
-  /// @brief Sets the fields that the byte budget assumes: how full rows are stored, the page size
-  /// (0, the cache's own, if the options are for_cuda()), and f32 epochs. A model whose options are
-  /// not for_cuda() needs page_bytes 0 afterwards on a GPU.
+  /// @brief Sets the fields that the byte budget assumes: how full rows are stored, the page size,
+  /// and f32 epochs. A model whose options are not for_cuda() needs page_bytes 0 afterwards on a
+  /// GPU, where tiles have sizes of their own.
   ///
   /// The budget is met by a prompt of options.context tokens. ratio_at() says what other sequences
   /// take of such a cache.
   void configure(CacheConfig& config) const {
     config.full_type = options.full_type;
     config.full_row_bits = options.full_row_bits;
-    config.page_bytes = options.page_bytes_of_cache ? 0 : options.page_bytes;
+    config.page_bytes = options.page_bytes;
     // All sequences share this epoch, and metrics with a wide spectrum need the precision.
     config.epoch_type = DType::f32;
   }
@@ -102,8 +106,8 @@ struct BudgetedModel {
   /// @param waiting  tokens decoded since the last flush: they are at full rank. Up to
   /// CacheConfig::flush_interval between two calls of maintain()
   ///
-  /// Exact on the CPU if options.outlier_share is 0, else outliers count with their share. On the
-  /// Cuda backend tiles have sizes of their own, and bytes are a little higher.
+  /// Exact if options.outlier_share is 0, else outliers count with their share; on the Cuda backend
+  /// of options that are for_cuda().
   std::int64_t bytes_at(std::int64_t tokens, std::int64_t waiting = 0) const;
 
   /// @brief bytes_at() over the bytes of f16 K and V of as many tokens. More than options.ratio
@@ -327,6 +331,25 @@ inline ResidualOutliers budgeted_outliers(const BudgetOptions& options) {
   return {OutlierError::absolute, share, 0.0F, BudgetOptions::kEarlyTokens};
 }
 
+/// Rows at full rank of a page. 0: a page has no room for a tile of them.
+inline std::int64_t full_rows_per_page(const CacheShape& shape, const BudgetOptions& options) {
+  if (options.on_device)
+    return full_row_tile(shape.head_dim, options.full_row_bits, options.pre_rope)
+        .rows_per_page(options.page_bytes);
+  const FullRows plain{options.full_type, options.full_row_bits};
+  return cpu::make_row_layout(plain, shape.head_dim, shape.head_dim, {}, {}, options.page_bytes)
+      .rows_per_page;
+}
+/// The same of rows of codes, of the channels that have bits.
+inline std::int64_t coded_rows_per_page(std::span<const std::uint8_t> key,
+                                        std::span<const std::uint8_t> value,
+                                        const BudgetOptions& options) {
+  if (options.on_device) return code_tile(key, value).rows_per_page(options.page_bytes);
+  return cpu::make_row_layout(TransformCode{options.step_scale}, static_cast<int>(key.size()),
+                              static_cast<int>(value.size()), key, value, options.page_bytes)
+      .rows_per_page;
+}
+
 }  // namespace detail
 
 /// @brief Bytes of a sequence of options.context tokens right after its prompt, as
@@ -336,32 +359,32 @@ inline ResidualOutliers budgeted_outliers(const BudgetOptions& options) {
 inline std::int64_t budgeted_bytes(const CacheShape& shape,
                                    std::span<const std::vector<std::uint8_t>> bits,
                                    const BudgetOptions& options) {
-  const TransformCode quantizer{options.step_scale};
-  const FullRows plain{options.full_type, options.full_row_bits};
   const std::int64_t recent = (std::min)(std::int64_t{options.recent}, options.context);
   const std::int64_t sinks = (std::min)(std::int64_t{options.sinks}, options.context - recent);
   const std::int64_t outliers =
       (std::min)(outlier_rows(detail::budgeted_outliers(options), 0, options.context),
                  options.context - recent - sinks);
   const std::int64_t compressed = options.context - recent - sinks - outliers;
-  const auto pages = [&](std::int64_t rows, int per_page) {
+  const auto pages = [&](std::int64_t rows, std::int64_t per_page) {
     return (rows + per_page - 1) / per_page * static_cast<std::int64_t>(options.page_bytes);
   };
-  const auto full =
-      cpu::make_row_layout(plain, shape.head_dim, shape.head_dim, {}, {}, options.page_bytes);
+  const std::int64_t full_per_page = detail::full_rows_per_page(shape, options);
+  constexpr std::int64_t never = std::int64_t{1} << 60;
+  if (full_per_page == 0) return never;
   std::int64_t bytes = 0;
   for (std::size_t part = 0; part + 1 < bits.size(); part += 2) {
     const auto coded = [](const std::vector<std::uint8_t>& all) {
       return std::span(all).first(static_cast<std::size_t>(detail::coded_channels(all)));
     };
     const auto key = coded(bits[part]), value = coded(bits[part + 1]);
-    const auto codes =
-        cpu::make_row_layout(quantizer, static_cast<int>(key.size()),
-                             static_cast<int>(value.size()), key, value, options.page_bytes);
+    const std::int64_t codes_per_page = detail::coded_rows_per_page(key, value, options);
+    if (codes_per_page == 0) return never;
     // One run of positions for sinks and one for compressed rows; two more for each outlier.
-    const auto positions = static_cast<std::int64_t>(RowRuns::kRunBytes) *
-                           ((sinks > 0 ? 1 : 0) + (compressed > 0 ? 1 : 0) + 2 * outliers);
-    bytes += pages(sinks + outliers, full.rows_per_page) + pages(compressed, codes.rows_per_page) +
+    const std::int64_t runs = (sinks > 0 ? 1 : 0) + (compressed > 0 ? 1 : 0) + 2 * outliers,
+                       positions = options.on_device
+                                       ? 4 * (sinks + outliers + compressed)
+                                       : static_cast<std::int64_t>(RowRuns::kRunBytes) * runs;
+    bytes += pages(sinks + outliers, full_per_page) + pages(compressed, codes_per_page) +
              recent * 2 * shape.head_dim * static_cast<std::int64_t>(size_of(options.full_type)) +
              positions;
   }
@@ -370,17 +393,33 @@ inline std::int64_t budgeted_bytes(const CacheShape& shape,
 
 namespace detail {
 
+/// Bytes of the Cuda backend's largest tile of codes.
+inline std::int64_t largest_code_tile(std::span<const std::vector<std::uint8_t>> bits) {
+  std::int64_t largest = 0;
+  for (std::size_t part = 0; part + 1 < bits.size(); part += 2)
+    largest = (std::max)(largest, code_tile(bits[part], bits[part + 1]).bytes);
+  return largest;
+}
+
 /// The page size at which rows of these bits take the fewest bytes; the larger of two that are
-/// equal. A page can hold at least one row of 8 bits a channel, and one at full rank.
+/// equal. A page can hold at least one row of 8 bits a channel, and one at full rank; on the Cuda
+/// backend a tile of each.
 /// @param bits  as budgeted_bytes() has them
 inline std::size_t best_page_bytes(const CacheShape& shape,
                                    std::span<const std::vector<std::uint8_t>> bits,
                                    BudgetOptions options) {
   const std::size_t dim = static_cast<std::size_t>(shape.head_dim);
-  const std::size_t widest = 2 * dim * (std::max)(size_of(options.full_type), std::size_t{2});
+  const std::size_t largest = static_cast<std::size_t>(
+      (std::max)({full_row_tile(shape.head_dim, options.full_row_bits, options.pre_rope).bytes,
+                  largest_code_tile(bits)}));
+  const std::size_t widest = options.on_device
+                                 ? largest
+                                 : 2 * dim * (std::max)(size_of(options.full_type), std::size_t{2});
+  const std::size_t most =
+      options.on_device ? 4 * largest + 256 : (std::max)(std::size_t{8192}, 2 * widest);
   std::size_t best = 0;
   std::int64_t fewest = (std::numeric_limits<std::int64_t>::max)();
-  for (std::size_t size = 512; size <= (std::max)(std::size_t{8192}, 2 * widest); size += 256) {
+  for (std::size_t size = 512; size <= most; size += 256) {
     if (size < widest) continue;
     options.page_bytes = size;
     const std::int64_t bytes = budgeted_bytes(shape, bits, options);
@@ -433,6 +472,12 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
   if (layers.empty())
     ::lowrankkv::detail::fail<ShapeError>("budgeted: num_layers 0, at least 1 needed");
   const CacheShape& shape = layers.front().shape();
+  options.pre_rope = layers.front().rope().keys == Rope::pre;
+  if (const DeviceTile tile =
+          full_row_tile(shape.head_dim, options.full_row_bits, options.pre_rope);
+      options.on_device && asked.page_bytes != 0 && tile.rows_per_page(asked.page_bytes) == 0)
+    ::lowrankkv::detail::fail<CapacityError>("budget: page_bytes: a tile of full rows needs ",
+                                             tile.bytes, ", a page has ", asked.page_bytes);
   std::vector<detail::CodedPart> parts;  // by layer, then head: keys, values
   for (const LayerMoments& moments : layers) {
     const CodingStatistics& layer = moments.coding();
@@ -484,7 +529,7 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
     return static_cast<double>(budgeted_bytes(shape, stored(bits), options));
   };
   const auto choose_pages = [&](const std::vector<std::vector<std::uint8_t>>& bits) {
-    if (asked.page_bytes != 0 || asked.page_bytes_of_cache) return;
+    if (asked.page_bytes != 0) return;
     options.page_bytes = detail::best_page_bytes(shape, stored(bits), options);
   };
   const std::vector<std::vector<std::uint8_t>> no_bits =
@@ -506,6 +551,12 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
     }
     return allocate_by_errors(errors, low, options.widths, options.channels_together);
   };
+  if (options.on_device && asked.page_bytes == 0) {  // room for every tile there may be
+    const std::vector<std::uint8_t> widest(static_cast<std::size_t>(shape.head_dim), 8);
+    options.page_bytes =
+        (std::max)(options.page_bytes,
+                   static_cast<std::size_t>(code_tile(widest, widest).bytes + 255) / 256 * 256);
+  }
   std::vector<std::vector<std::uint8_t>> bits = allocate();
   // Then by the errors that each width leaves in sample rows. Gains depend on bits and steps, so
   // that a second and a third round fit better.
@@ -536,6 +587,8 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
         steps[part] = detail::steps_at(steps_of_widths[part], bits[part], options.widths);
     }
   }
+
+  if (options.on_device) choose_pages(bits);
 
   BudgetedModel model;
   model.options = options;

@@ -95,8 +95,9 @@ Errors stored(const support::CalibrationRows& rows, bool centred) {
   config.rope = rows.rope;
   typename Cache::PolicySet policies;
   LayerBasis basis;
+  support::CalibratedBudget budget;
   if constexpr (std::is_same_v<Cache, Budgeted<OneShape>>) {
-    support::CalibratedBudget budget = support::calibrated_budget(rows, config);
+    budget = support::calibrated_budget(rows, config);
     basis = budget.basis;
     policies = budget.policies;
   } else if constexpr (std::is_same_v<Cache, StarKV<OneShape>>) {
@@ -112,11 +113,20 @@ Errors stored(const support::CalibrationRows& rows, bool centred) {
   cache.cache.create(kSequence[0]);
   cache.ingest(kSequence[0], tokens_of(rows.key, 2, 0, kPrompt),
                tokens_of(rows.value, 2, 0, kPrompt), tokens_of(rows.query, 4, kPrompt - 32, 32));
+  const auto check_bytes = [&] {
+    if (budget.bytes_at == nullptr) return;
+    const int recent = budget.policies.token_policy.get<SinkRecent>().recent;
+    CHECK(static_cast<std::int64_t>(cache.cache.memory(kSequence[0]).total()) ==
+          budget.bytes_at(cache.cache.num_tokens(kSequence[0]),
+                          cache.cache.tail_length(kSequence[0]) - recent));
+  };
+  check_bytes();
   for (int at = kPrompt; at < kTokens; at += kQueries) {
     cache.append(kSequence, tokens_of(rows.key, 2, at, kQueries),
                  tokens_of(rows.value, 2, at, kQueries));
     if (at + kQueries < kTokens) cache.cache.maintain(kSequence);
   }
+  check_bytes();
   const std::vector<float> query = tokens_of(rows.query, 4, kTokens - kQueries, kQueries);
   const support::Answer answer = cache.attend(kSequence, query);
   std::vector<float> key, value;

@@ -57,7 +57,9 @@ CalibratedBudget calibrated_budget(const CalibrationRows& rows, CacheConfig& con
   options.full_row_bits = 0;
   const auto model = calibrate::budgeted(std::vector{moments_of(rows)}, options.for_cuda());
   model.configure(config);
-  return {model.bases[0], model.policies};
+  return {model.bases[0], model.policies, [model](std::int64_t tokens, std::int64_t waiting) {
+            return model.bytes_at(tokens, waiting);
+          }};
 }
 
 }  // namespace support

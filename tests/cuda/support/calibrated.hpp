@@ -2,6 +2,7 @@
 // What calibration makes of rows, as the CUDA tests see it: no Eigen in a CUDA translation unit.
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "lowrankkv/basis/per_head.hpp"
@@ -37,6 +38,8 @@ struct CalibratedBudget {
                       lowrankkv::Compose<lowrankkv::SinkRecent, lowrankkv::ResidualOutliers>,
                       lowrankkv::TransformCode>
       policies;
+  /// What a sequence of so many tokens takes, of which so many wait (BudgetedModel::bytes_at).
+  std::function<std::int64_t(std::int64_t tokens, std::int64_t waiting)> bytes_at;
 };
 /// @param config  gets what the budget assumes of it, with full rows in 16 bits
 CalibratedBudget calibrated_budget(const CalibrationRows& rows, lowrankkv::CacheConfig& config);

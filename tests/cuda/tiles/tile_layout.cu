@@ -2,9 +2,15 @@
 // The place of every number in a tile.
 #include <doctest/doctest.h>
 
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <random>
 #include <set>
 #include <vector>
 
+#include "lowrankkv/core/device_tiles.hpp"
 #include "lowrankkv/cuda/presets.cuh"
 
 namespace tile_layout_tests {
@@ -46,6 +52,38 @@ TEST_CASE("elements of a plain unit fill it") {
     }
     CHECK(used.size() == 256);
     CHECK(*used.rbegin() == 510);
+  }
+}
+
+TEST_CASE("budgets count with the tiles' sizes") {
+  for (int dim = 16; dim <= 256; dim += 16) {
+    for (const bool pre_rope : {false, true}) {
+      const gpu::HeadTiles plain = gpu::plain_tiles(dim, dim, gpu::plain_units(dim), pre_rope),
+                           scaled = gpu::scaled_tiles(plain);
+      CHECK(full_row_tile(dim, 0, pre_rope).bytes == plain.bytes);
+      CHECK(full_row_tile(dim, 0, pre_rope).rows == plain.rows);
+      CHECK(full_row_tile(dim, 8, pre_rope).bytes == scaled.bytes);
+      CHECK(full_row_tile(dim, 8, pre_rope).rows == scaled.rows);
+    }
+  }
+  std::mt19937 random(5);
+  for (int trial = 0; trial < 500; ++trial) {
+    std::vector<std::uint8_t> bits[2];
+    gpu::PartTiles parts[2];
+    for (int part = 0; part < 2; ++part) {
+      bits[part].resize(1 + random() % 128);
+      for (std::uint8_t& own : bits[part]) own = static_cast<std::uint8_t>(1 + random() % 8);
+      std::sort(bits[part].begin(), bits[part].end(), std::greater<>());
+      const int rank = static_cast<int>(bits[part].size());
+      parts[part] = gpu::code_planes({rank, bits[part], {{0, rank}}, ScaleKind::norm_log8});
+    }
+    const gpu::HeadTiles tiles = gpu::code_tiles(parts[0], parts[1], 1);
+    CHECK(code_tile(bits[0], bits[1]).bytes == tiles.bytes);
+    CHECK(code_tile(bits[0], bits[1]).rows == tiles.rows);
+    CHECK(code_tile(bits[0], bits[1]).rows_per_page(static_cast<std::size_t>(tiles.bytes) - 1) ==
+          0);
+    CHECK(code_tile(bits[0], bits[1]).rows_per_page(static_cast<std::size_t>(tiles.bytes) * 3) ==
+          3 * tiles.rows);
   }
 }
 
