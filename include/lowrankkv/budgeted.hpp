@@ -106,8 +106,10 @@ struct BudgetedModel {
   /// @param waiting  tokens decoded since the last flush: they are at full rank. Up to
   /// CacheConfig::flush_interval between two calls of maintain()
   ///
-  /// Exact if options.outlier_share is 0, else outliers count with their share; on the Cuda backend
-  /// of options that are for_cuda().
+  /// On the CPU exact but for the positions of rows that their errors keep at full rank: 16 bytes
+  /// each and KV head at most, fewer where such tokens are neighbours; and but for a share of them
+  /// (outlier_share) that a flush rounds down. On the Cuda backend exact but for the latter, of
+  /// options that are for_cuda().
   std::int64_t bytes_at(std::int64_t tokens, std::int64_t waiting = 0) const;
 
   /// @brief bytes_at() over the bytes of f16 K and V of as many tokens. More than options.ratio
@@ -361,9 +363,11 @@ inline std::int64_t budgeted_bytes(const CacheShape& shape,
                                    const BudgetOptions& options) {
   const std::int64_t recent = (std::min)(std::int64_t{options.recent}, options.context);
   const std::int64_t sinks = (std::min)(std::int64_t{options.sinks}, options.context - recent);
-  const std::int64_t outliers =
-      (std::min)(outlier_rows(detail::budgeted_outliers(options), 0, options.context),
-                 options.context - recent - sinks);
+  const std::int64_t left = options.context - recent;  // of the tail
+  const ResidualOutliers chosen = detail::budgeted_outliers(options);
+  const std::int64_t candidates =
+      (std::max)(std::int64_t{0}, outlier_candidates(chosen, 0, left) - sinks);
+  const std::int64_t outliers = (std::min)(outlier_rows(chosen, 0, left), candidates);
   const std::int64_t compressed = options.context - recent - sinks - outliers;
   const auto pages = [&](std::int64_t rows, std::int64_t per_page) {
     return (rows + per_page - 1) / per_page * static_cast<std::int64_t>(options.page_bytes);
