@@ -58,8 +58,7 @@ struct BudgetOptions {
   std::size_t page_bytes = 0;
   /// Sample rows of a head's part at which codes are fitted to them; with fewer, to a Gaussian.
   static constexpr std::int64_t kFewestRows = 128;
-  /// Bytes are those of the Cuda backend: its tiles, and 4 bytes for the position of every row and
-  /// KV head. Else those of the CPU backend.
+  /// Bytes are those of the Cuda backend, with its tiles and pages. Else those of the CPU backend.
   bool on_device = false;
   /// Whether keys are stored before RoPE: on the Cuda backend tiles of full rows are larger then.
   /// budgeted() takes it from the moments.
@@ -386,7 +385,7 @@ inline std::int64_t budgeted_bytes(const CacheShape& shape,
     // One run of positions for sinks and one for compressed rows; two more for each outlier.
     const std::int64_t runs = (sinks > 0 ? 1 : 0) + (compressed > 0 ? 1 : 0) + 2 * outliers,
                        positions = options.on_device
-                                       ? 4 * (sinks + outliers + compressed)
+                                       ? 4 * (sinks + outliers)
                                        : static_cast<std::int64_t>(RowRuns::kRunBytes) * runs;
     bytes += pages(sinks + outliers, full_per_page) + pages(compressed, codes_per_page) +
              recent * 2 * shape.head_dim * static_cast<std::int64_t>(size_of(options.full_type)) +
