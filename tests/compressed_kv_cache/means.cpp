@@ -153,6 +153,7 @@ Errors stored(const Problem& problem, bool centred) {
     budget.context = kTokens;
     budget.page_bytes = 4096;
     budget.sinks = 4;  // kFactor is of these in 8 bits
+    budget.early_outliers = 0;
     const auto model = calibrate::budgeted(std::vector{problem.moments}, budget);
     model.configure(config);
     return errors_of<Cache>(problem, config, model.bases[0], model.policies);
