@@ -157,6 +157,51 @@ TEST_CASE("a budget chooses the page size that leaves most bytes for codes") {
                        CapacityError);
 }
 
+TEST_CASE("rows at full rank have 16 bits where 8 would lose them") {
+  std::mt19937_64 random(17);
+  const CacheShape shape{4, 2, 64};
+  for (const float constant : {0.0F, 10.0F, 200.0F}) {  // of one channel of keys
+    CAPTURE(constant);
+    calibrate::BudgetOptions options;
+    options.ratio = 0.3;
+    options.context = 2000;
+    const auto model = random_model(random, shape, 2, 400, constant);
+    const calibrate::BudgetedModel chosen = calibrate::budgeted(model, options);
+    const int bits = constant < 100.0F ? 8 : 0;
+    CHECK(chosen.options.full_row_bits == bits);
+    CHECK(chosen.ratio_at(2000) <= 0.3);
+    CacheConfig config{.shape = shape};
+    chosen.configure(config);
+    CHECK(config.full_row_bits == bits);
+    options.full_row_bits = 8;
+    CHECK(calibrate::budgeted(model, options).options.full_row_bits == 8);
+    // What one row of each loses, beside what rows vary.
+    double lost[2] = {}, variance = 0.0;
+    for (const int own : {8, 0}) {
+      options.full_row_bits = own;
+      const calibrate::BudgetedModel budgeted = calibrate::budgeted(model, options);
+      CacheConfig of_rows{.shape = shape, .max_tokens = 2100};
+      budgeted.configure(of_rows);
+      Budgeted<> cache(of_rows, budgeted.bases[0], budgeted.policies);
+      auto k = activations(random, 40 * 2 * 64, 0.06, 64),
+           v = activations(random, 40 * 2 * 64, 0.09, 64);
+      for (std::size_t i = 0; i < k.size(); i += 64) k[i] += constant;
+      cache.create(0);
+      cache.ingest(0, {k.data(), 40, 2, 64}, {v.data(), 40, 2, 64});
+      std::vector<float> stored(k.size()), values(v.size());
+      cache.reconstruct(0, 0, {stored.data(), 40, 2, 64}, {values.data(), 40, 2, 64});
+      for (std::size_t i = 0; i < 16 * 2 * 64; ++i) {  // sinks
+        if (i % 64 == 0) continue;
+        const double error = static_cast<double>(stored[i]) - static_cast<double>(k[i]);
+        lost[own / 8] += error * error;
+        variance += 0.5 * static_cast<double>(k[i]) * static_cast<double>(k[i]);
+      }
+    }
+    CHECK(lost[0] < 1e-6 * variance);
+    CHECK((lost[1] > 0.005 * variance) == (bits == 0));
+  }
+}
+
 TEST_CASE("a budget says what a sequence takes at every length, and with tokens that wait") {
   std::mt19937_64 random(7);
   const CacheShape shape{4, 2, 64};

@@ -50,7 +50,12 @@ struct BudgetOptions {
   float step_scale = 1.0F;       ///< TransformCode::step_scale
   double metric_floor = 1e-3;    ///< smallest eigenvalue of a metric, relative to its mean
   DType full_type = DType::f16;  ///< of rows at full rank: CacheConfig::full_type
-  int full_row_bits = 8;         ///< CacheConfig::full_row_bits; 8 serves as well as 16
+  /// CacheConfig::full_row_bits: 8, or 0 (full_type). kChooseBits: 8, unless these lose more than
+  /// kMostLost of the variance of some head's keys or values in their metric: a large constant
+  /// (Qwen2's biases) makes the steps of 8 bits large.
+  int full_row_bits = kChooseBits;
+  static constexpr int kChooseBits = -1;
+  static constexpr double kMostLost = 0.01;
   /// Page size of the pool in bytes. 0: the multiple of 256, from 512 to 8192 (of wide rows, to two
   /// rows; on the Cuda backend from the largest tile to four of them), at which the rows of this
   /// budget take the fewest bytes of pages. Small pages leave little unused at the end of a list,
@@ -131,6 +136,9 @@ struct CodedPart {
   /// Mean eigenvalue of the metric: what one unit of the spectrum costs the output.
   double unit = 0.0;
   Eigen::VectorXd mean;
+  /// Expected error of a row in 8 bits, over the variance of rows, both in the metric. Steps are of
+  /// the row's largest channel: mean and two standard deviations are assumed.
+  double lost_in_8_bits = 0.0;
 };
 
 /// Computes the principal axes of one head's keys or values in their metric.
@@ -149,6 +157,12 @@ CodedPart coded_part(const Moments& rows, const linalg::MatrixIn<Real>& metric, 
   const Eigen::MatrixX<Real> root = part.metric.root, centred = rows.centred();
   part.spectrum = principal_axes(root * centred * root / (std::max)(rows.count, 1.0));
   part.mean = rows.mean();
+  const Eigen::VectorX<Real> deviations =
+      (centred.diagonal() / (std::max)(rows.count, 1.0)).cwiseMax(0.0).cwiseSqrt();
+  const double largest = (part.mean.cwiseAbs() + 2.0 * deviations).maxCoeff(),
+               step = largest / 127.5, variance = part.spectrum.values.sum();
+  if (part.unit > 0.0 && variance > 0.0)
+    part.lost_in_8_bits = step * step / 12.0 * root.squaredNorm() / variance;
   return part;
 }
 
@@ -476,11 +490,6 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
     ::lowrankkv::detail::fail<ShapeError>("budgeted: num_layers 0, at least 1 needed");
   const CacheShape& shape = layers.front().shape();
   options.pre_rope = layers.front().rope().keys == Rope::pre;
-  if (const DeviceTile tile =
-          full_row_tile(shape.head_dim, options.full_row_bits, options.pre_rope);
-      options.on_device && asked.page_bytes != 0 && tile.rows_per_page(asked.page_bytes) == 0)
-    ::lowrankkv::detail::fail<CapacityError>("budget: page_bytes: a tile of full rows needs ",
-                                             tile.bytes, ", a page has ", asked.page_bytes);
   std::vector<detail::CodedPart> parts;  // by layer, then head: keys, values
   for (const LayerMoments& moments : layers) {
     const CodingStatistics& layer = moments.coding();
@@ -497,6 +506,17 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
                                          options.metric_floor));
     }
   }
+  if (options.full_row_bits == BudgetOptions::kChooseBits) {
+    const bool lose = std::any_of(parts.begin(), parts.end(), [](const detail::CodedPart& part) {
+      return part.lost_in_8_bits > BudgetOptions::kMostLost;
+    });
+    options.full_row_bits = lose ? 0 : 8;
+  }
+  if (const DeviceTile tile =
+          full_row_tile(shape.head_dim, options.full_row_bits, options.pre_rope);
+      options.on_device && asked.page_bytes != 0 && tile.rows_per_page(asked.page_bytes) == 0)
+    ::lowrankkv::detail::fail<CapacityError>("budget: page_bytes: a tile of full rows needs ",
+                                             tile.bytes, ", a page has ", asked.page_bytes);
   const CodingMetric first_metric = layers.front().coding().metric();
   for (const LayerMoments& moments : layers) {
     if (moments.coding().metric() == first_metric) continue;

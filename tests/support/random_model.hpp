@@ -24,15 +24,18 @@ inline std::vector<float> activations(std::mt19937_64& random, int count, double
 
 /// A calibrated model of such activations.
 inline std::vector<lowrankkv::calibrate::LayerMoments> random_model(
-    std::mt19937_64& random, const lowrankkv::CacheShape& shape, int layers, int tokens) {
+    std::mt19937_64& random, const lowrankkv::CacheShape& shape, int layers, int tokens,
+    float key_constant = 0.0F) {
   using namespace lowrankkv;
   std::vector<calibrate::LayerMoments> model(static_cast<std::size_t>(layers),
                                              calibrate::LayerMoments(shape));
   for (auto& layer : model) {
     const auto q =
         activations(random, tokens * shape.num_qo_heads * shape.head_dim, 0.03, shape.head_dim);
-    const auto k =
+    auto k =
         activations(random, tokens * shape.num_kv_heads * shape.head_dim, 0.06, shape.head_dim);
+    for (std::size_t i = 0; i < k.size(); i += static_cast<std::size_t>(shape.head_dim))
+      k[i] += key_constant;
     const auto v =
         activations(random, tokens * shape.num_kv_heads * shape.head_dim, 0.09, shape.head_dim);
     const QueryView query(q.data(), tokens, shape.num_qo_heads, shape.head_dim);
