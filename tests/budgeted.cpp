@@ -157,7 +157,7 @@ TEST_CASE("a budget chooses the page size that leaves most bytes for codes") {
                        CapacityError);
 }
 
-TEST_CASE("rows at full rank have 16 bits where 8 would lose them") {
+TEST_CASE("rows at full rank have 16 bits where 8 would lose them, if that is chosen") {
   std::mt19937_64 random(17);
   const CacheShape shape{4, 2, 64};
   for (const float constant : {0.0F, 10.0F, 200.0F}) {  // of one channel of keys
@@ -165,6 +165,8 @@ TEST_CASE("rows at full rank have 16 bits where 8 would lose them") {
     calibrate::BudgetOptions options;
     options.ratio = 0.3;
     options.context = 2000;
+    CHECK(options.full_row_bits == 8);
+    options.full_row_bits = calibrate::BudgetOptions::kChooseBits;
     const auto model = random_model(random, shape, 2, 400, constant);
     const calibrate::BudgetedModel chosen = calibrate::budgeted(model, options);
     const int bits = constant < 100.0F ? 8 : 0;
@@ -173,8 +175,9 @@ TEST_CASE("rows at full rank have 16 bits where 8 would lose them") {
     CacheConfig config{.shape = shape};
     chosen.configure(config);
     CHECK(config.full_row_bits == bits);
-    options.full_row_bits = 8;
+    options.context = 200;  // 24 rows are much of the budget then
     CHECK(calibrate::budgeted(model, options).options.full_row_bits == 8);
+    options.context = 2000;
     // What one row of each loses, beside what rows vary.
     double lost[2] = {}, variance = 0.0;
     for (const int own : {8, 0}) {

@@ -73,6 +73,8 @@ std::unique_ptr<KvStore> budgeted(Recipe recipe) {
   options.ratio = recipe.options.ratio;
   options.context = recipe.context();
   options.full_type = recipe.options.storage;
+  static_assert(MethodOptions::kChooseRowBits == calibrate::BudgetOptions::kChooseBits);
+  options.full_row_bits = recipe.options.full_row_bits;
   if (recipe.options.on_gpu && !recipe.options.cpu_codes) options.for_cuda();
   if (recipe.options.channels_together > 0)
     options.channels_together = recipe.options.channels_together;

@@ -51,11 +51,12 @@ struct BudgetOptions {
   double metric_floor = 1e-3;    ///< smallest eigenvalue of a metric, relative to its mean
   DType full_type = DType::f16;  ///< of rows at full rank: CacheConfig::full_type
   /// CacheConfig::full_row_bits: 8, or 0 (full_type). kChooseBits: 8, unless these lose more than
-  /// kMostLost of the variance of some head's keys or values in their metric: a large constant
-  /// (Qwen2's biases) makes the steps of 8 bits large.
-  int full_row_bits = kChooseBits;
+  /// kMostLost of the variance of some head's keys or values in their metric, and 16 bits take no
+  /// more than kMostForBits of the budget besides. A large constant (Qwen2's biases) makes the
+  /// steps of 8 bits large.
+  int full_row_bits = 8;
   static constexpr int kChooseBits = -1;
-  static constexpr double kMostLost = 0.01;
+  static constexpr double kMostLost = 0.01, kMostForBits = 0.04;
   /// Page size of the pool in bytes. 0: the multiple of 256, from 512 to 8192 (of wide rows, to two
   /// rows; on the Cuda backend from the largest tile to four of them), at which the rows of this
   /// budget take the fewest bytes of pages. Small pages leave little unused at the end of a list,
@@ -464,6 +465,28 @@ inline std::int64_t BudgetedModel::bytes_at(std::int64_t tokens, std::int64_t wa
   return budgeted_bytes(shape, bits, at);
 }
 
+namespace detail {
+
+/// What BudgetOptions::kChooseBits stands for: 8, or 0 for 16 bits.
+/// @param parts  of all layers and heads: keys, values
+inline int choose_full_row_bits(const CacheShape& shape, std::span<const CodedPart> parts,
+                                BudgetOptions options) {
+  const bool lose = std::any_of(parts.begin(), parts.end(), [](const CodedPart& part) {
+    return part.lost_in_8_bits > BudgetOptions::kMostLost;
+  });
+  // Full rows alone, in pages of as many bytes as they take.
+  const auto rows = static_cast<double>((std::min)(
+      options.context,
+      std::int64_t{options.sinks} + outlier_rows(budgeted_outliers(options), 0, options.context)));
+  const double more = rows * static_cast<double>(parts.size()) * shape.head_dim *
+                      (static_cast<double>(size_of(options.full_type)) - 1.0),
+               budget = options.ratio * 2.0 * shape.head_dim * static_cast<double>(parts.size()) *
+                        static_cast<double>(options.context);
+  return lose && more <= BudgetOptions::kMostForBits * budget ? 0 : 8;
+}
+
+}  // namespace detail
+
 /// @brief Computes bases, bits and policies for one byte budget over a whole model.
 ///
 /// The bases are the principal axes of the centred rows in the metrics of CodingStatistics. Bits
@@ -506,12 +529,8 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
                                          options.metric_floor));
     }
   }
-  if (options.full_row_bits == BudgetOptions::kChooseBits) {
-    const bool lose = std::any_of(parts.begin(), parts.end(), [](const detail::CodedPart& part) {
-      return part.lost_in_8_bits > BudgetOptions::kMostLost;
-    });
-    options.full_row_bits = lose ? 0 : 8;
-  }
+  if (options.full_row_bits == BudgetOptions::kChooseBits)
+    options.full_row_bits = detail::choose_full_row_bits(shape, parts, options);
   if (const DeviceTile tile =
           full_row_tile(shape.head_dim, options.full_row_bits, options.pre_rope);
       options.on_device && asked.page_bytes != 0 && tile.rows_per_page(asked.page_bytes) == 0)
