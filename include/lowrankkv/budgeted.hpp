@@ -470,7 +470,7 @@ namespace detail {
 /// What BudgetOptions::kChooseBits stands for: 8, or 0 for 16 bits.
 /// @param parts  of all layers and heads: keys, values
 inline int choose_full_row_bits(const CacheShape& shape, std::span<const CodedPart> parts,
-                                BudgetOptions options) {
+                                const BudgetOptions& options) {
   const bool lose = std::any_of(parts.begin(), parts.end(), [](const CodedPart& part) {
     return part.lost_in_8_bits > BudgetOptions::kMostLost;
   });
