@@ -28,6 +28,9 @@
 ///     static AttentionScores attention_scores(const P&);
 ///     // With Evidence::residuals. false: errors are not divided by the rows' energy.
 ///     static bool relative_residuals(const P&);
+///     // With Evidence::residuals: of `count` rows from a position on, so many of the first have
+///     // residuals that classify() reads; the others are given -1. None: it is not called.
+///     static std::int64_t residual_candidates(const P&, std::int64_t first, std::int64_t count);
 ///     // Whether no other member of a composition may evict this row.
 ///     static bool pinned(const P&, std::int64_t position);
 ///     // With Evidence::accumulated: called after classify(); drops stored and flushed rows.
