@@ -32,7 +32,7 @@ TEST_CASE(
     "accumulated scores of a step are those of float64: stored rows in any order, tails, several "
     "query tokens; the same bits in any batch") {
   Random random(3);
-  const int trials = effort() == 0 ? 1 : 12 * effort();
+  const int trials = effort() == 0 ? 2 : 12 * effort();
   const double f16 = check_scores<H2O<Cuda>>(random, DType::f16, trials),
                bf16 = check_scores<H2O<Cuda>>(random, DType::bf16, trials);
   MESSAGE("accumulated scores of a step: f16 " << f16 << ", bf16 " << bf16);
@@ -49,7 +49,7 @@ TEST_CASE(
     "rows whose keys are stored before RoPE: accumulated scores of float64, and what they keep, "
     "stored in any order") {
   Random random(12);
-  const int trials = effort() == 0 ? 1 : 8 * effort();
+  const int trials = effort() == 0 ? 2 : 8 * effort();
   const double f16 = check_scores<H2O<Cuda>>(random, DType::f16, trials, true),
                bf16 = check_scores<H2O<Cuda>>(random, DType::bf16, trials, true);
   MESSAGE("accumulated scores of a step, unrotated: f16 " << f16 << ", bf16 " << bf16);

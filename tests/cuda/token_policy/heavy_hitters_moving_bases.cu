@@ -28,7 +28,7 @@ TEST_CASE(
     "heavy hitters under bases that they move: the same accumulated scores keep the same rows as "
     "on the CPU, under the same epochs") {
   Random random(211);
-  const int trials = effort() == 0 ? 1 : 8 * effort();
+  const int trials = effort() == 0 ? 2 : 8 * effort();
   check_parity<OjaPlain>(random, trials);
   check_parity<Directions>(random, trials);
   check_parity<OjaCodes>(random, trials);
