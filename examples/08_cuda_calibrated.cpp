@@ -60,8 +60,7 @@ int main(int argc, char** argv) try {
   const auto model = lowrankkv::calibrate::budgeted(layers, options);
   lowrankkv::CacheConfig config{.shape = kShape, .max_tokens = options.context};
   config.rope = layers.front().rope();
-  model.configure(config);
-  lowrankkv::LayerStack<BudgetedOnGpu> stack(config, model.bases, model.policies);
+  lowrankkv::LayerStack<BudgetedOnGpu> stack(model.configs(config), model.bases, model.policies);
   //! [load]
 
   //! [decode]

@@ -38,8 +38,7 @@ TEST_CASE(
       CacheConfig config;
       config.shape = shape;
       config.max_tokens = 2100;
-      budgeted.configure(config);
-      LayerStack<Budgeted<>> stack(config, budgeted.bases, budgeted.policies);
+      LayerStack<Budgeted<>> stack(budgeted.configs(config), budgeted.bases, budgeted.policies);
       stack.create(0);
       const int n = 2000;
       const auto k = activations(random, n * 2 * 64, 0.06, 64),
@@ -64,7 +63,7 @@ TEST_CASE(
   device.context = 2000;
   const calibrate::BudgetedModel on_device = calibrate::budgeted(model, device.for_cuda());
   CacheConfig config{.shape = shape, .page_bytes = 512};
-  on_device.configure(config);
+  config = on_device.configs(config)[0];
   CHECK(config.page_bytes == on_device.options.page_bytes);
   // Room for a tile of 32 rows in 8 bits, and for one of 64 rows of codes.
   CHECK(config.page_bytes >= 4224);
@@ -123,7 +122,7 @@ TEST_CASE("a budget chooses the page size that leaves most bytes for codes") {
     CHECK(chosen.options.page_bytes % 256 == 0);
     CHECK(chosen.ratio_at(3000) <= ratio);
     CacheConfig config{.shape = shape, .max_tokens = 3000};
-    chosen.configure(config);
+    config = chosen.configs(config)[1];
     CHECK(config.page_bytes == chosen.options.page_bytes);
     for (const std::size_t size : std::initializer_list<std::size_t>{512, 1024, 4096, 8192}) {
       options.page_bytes = size;
@@ -157,7 +156,7 @@ TEST_CASE("a budget chooses the page size that leaves most bytes for codes") {
                        CapacityError);
 }
 
-TEST_CASE("rows at full rank have 16 bits where 8 would lose them, if that is chosen") {
+TEST_CASE("rows at full rank have 16 bits in layers where 8 would lose them") {
   std::mt19937_64 random(17);
   const CacheShape shape{4, 2, 64};
   for (const float constant : {0.0F, 10.0F, 200.0F}) {  // of one channel of keys
@@ -165,18 +164,22 @@ TEST_CASE("rows at full rank have 16 bits where 8 would lose them, if that is ch
     calibrate::BudgetOptions options;
     options.ratio = 0.3;
     options.context = 2000;
-    CHECK(options.full_row_bits == 8);
-    options.full_row_bits = calibrate::BudgetOptions::kChooseBits;
-    const auto model = random_model(random, shape, 2, 400, constant);
+    CHECK(options.full_row_bits == calibrate::BudgetOptions::kChooseBits);
+    auto model = random_model(random, shape, 2, 400, constant);
+    model.push_back(random_model(random, shape, 1, 400)[0]);  // a layer without the constant
     const calibrate::BudgetedModel chosen = calibrate::budgeted(model, options);
     const int bits = constant < 100.0F ? 8 : 0;
-    CHECK(chosen.options.full_row_bits == bits);
+    CHECK(chosen.full_row_bits == std::vector{bits, bits, 8});
     CHECK(chosen.ratio_at(2000) <= 0.3);
     CacheConfig config{.shape = shape};
-    chosen.configure(config);
-    CHECK(config.full_row_bits == bits);
-    options.context = 200;  // 24 rows are much of the budget then
-    CHECK(calibrate::budgeted(model, options).options.full_row_bits == 8);
+    const std::vector<CacheConfig> configs = chosen.configs(config);
+    for (std::size_t layer = 0; layer < 3; ++layer)
+      CHECK(configs[layer].full_row_bits == chosen.full_row_bits[layer]);
+    // 24 rows are much of the budget then: enough for one of the layers, or for none.
+    options.context = 300;
+    const std::vector<int> few = calibrate::budgeted(model, options).full_row_bits;
+    CHECK(few[2] == 8);
+    CHECK((few[0] == 8) + (few[1] == 8) >= (bits == 8 ? 2 : 1));
     options.context = 2000;
     // What one row of each loses, beside what rows vary.
     double lost[2] = {}, variance = 0.0;
@@ -184,8 +187,7 @@ TEST_CASE("rows at full rank have 16 bits where 8 would lose them, if that is ch
       options.full_row_bits = own;
       const calibrate::BudgetedModel budgeted = calibrate::budgeted(model, options);
       CacheConfig of_rows{.shape = shape, .max_tokens = 2100};
-      budgeted.configure(of_rows);
-      Budgeted<> cache(of_rows, budgeted.bases[0], budgeted.policies);
+      Budgeted<> cache(budgeted.configs(of_rows)[0], budgeted.bases[0], budgeted.policies);
       auto k = activations(random, 40 * 2 * 64, 0.06, 64),
            v = activations(random, 40 * 2 * 64, 0.09, 64);
       for (std::size_t i = 0; i < k.size(); i += 64) k[i] += constant;
@@ -222,8 +224,7 @@ TEST_CASE("a budget says what a sequence takes at every length, and with tokens 
   CacheConfig config;
   config.shape = shape;
   config.max_tokens = 2100;
-  budgeted.configure(config);
-  LayerStack<Budgeted<>> stack(config, budgeted.bases, budgeted.policies);
+  LayerStack<Budgeted<>> stack(budgeted.configs(config), budgeted.bases, budgeted.policies);
   const auto k = activations(random, 2000 * 2 * 64, 0.06, 64),
              v = activations(random, 2000 * 2 * 64, 0.09, 64);
   // Runs of neighbouring early rows are one: of 8 rows in 4 heads there are 64 at most.
@@ -342,8 +343,7 @@ TEST_CASE("codes are fitted to the channels' distributions, and more bytes bring
     CacheConfig config;
     config.shape = shape;
     config.max_tokens = n + 100;
-    budgeted.configure(config);
-    LayerStack<Budgeted<>> stack(config, budgeted.bases, budgeted.policies);
+    LayerStack<Budgeted<>> stack(budgeted.configs(config), budgeted.bases, budgeted.policies);
     stack.create(0);
     stack.layer(0).ingest(0, {fresh_k.data(), n, 1, 32}, {fresh_v.data(), n, 1, 32});
     std::vector<float> decoded_k(fresh_k.size()), decoded_v(fresh_v.size());

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "lowrankkv/layer_stack.hpp"
@@ -66,7 +67,8 @@ TEST_CASE("stacks may share a pool and threads that somebody else made") {
   CHECK(Stack(config, bases).pool().allocator().num_pages() == size.num_pages);
   CHECK(Stack(config, bases).pool().page_bytes() == size.page_bytes);
   CHECK_THROWS_AS(Stack::pool_size(config, {}), ShapeError);
-  const auto threads = OjaKV<>::make_shared({.shape = kShape, .num_threads = 2}, bases, {});
+  const CacheConfig two_threads{.shape = kShape, .num_threads = 2};
+  const auto threads = OjaKV<>::make_shared({&two_threads, 1}, bases, {});
   const auto pool = std::make_shared<Stack::Pool>(size.page_bytes, 2 * size.num_pages);
   Stack one(config, bases, {}, threads, pool), two(config, bases, {}, threads, pool);
   CHECK(&one.pool() == pool.get());
@@ -125,6 +127,100 @@ TEST_CASE(
   CHECK_THROWS_WITH_AS(stack.load(1, saved),
                        "saved state: begins with 'LRKVSTK\\x00', expected 'LRKVSTK1'", FormatError);
   CHECK(!stack.layer(0).contains(1));
+}
+
+TEST_CASE("layers of a stack may store their rows in ways of their own") {
+  support::Random random(19);
+  CacheConfig rotated{.shape = {2, 1, 16}, .max_sequences = 2, .max_tokens = 200};
+  rotated.rope.keys = Rope::pre;
+  std::vector<CacheConfig> configs(4, rotated);
+  configs[1].full_row_bits = 8;
+  configs[2].rope = {};  // a layer without a rotary embedding
+  configs[2].softmax_scale = 0.125F;
+  configs[3].full_type = DType::f32;
+  using Stack = LayerStack<FullKV<>>;
+  Stack stack(configs, std::vector<LayerBasis>(4));
+  CHECK(stack.pool().page_bytes() == 16 * 2 * 16 * 4);  // the largest of the layers' defaults
+  const auto q = support::random_rows(random, 180, 2, 16),
+             k = support::random_rows(random, 180, 1, 16),
+             v = support::random_rows(random, 180, 1, 16);
+  std::vector<std::size_t> bytes;
+  const auto check = [&](Stack& own, SequenceId seq) {
+    for (int layer = 0; layer < 4; ++layer) {
+      CacheConfig config = configs[static_cast<std::size_t>(layer)];
+      config.page_bytes = own.pool().page_bytes();
+      FullKV<> alone(config);
+      alone.create(0);
+      alone.ingest(0, {k.data(), 180, 1, 16}, {v.data(), 180, 1, 16});
+      alone.maintain(0);
+      std::vector<float> out(32), expected(32);
+      own.layer(layer).attend(seq, {q.data(), 1, 2, 16}, {out.data(), 1, 2, 16});
+      alone.attend(0, {q.data(), 1, 2, 16}, {expected.data(), 1, 2, 16});
+      CHECK(out == expected);
+      CHECK(own.layer(layer).memory(seq).total() == alone.memory(0).total());
+      bytes.push_back(alone.memory(0).total());
+    }
+  };
+  stack.create(0);
+  for (int layer = 0; layer < 4; ++layer)
+    stack.layer(layer).ingest(0, {k.data(), 180, 1, 16}, {v.data(), 180, 1, 16});
+  stack.maintain(0);
+  check(stack, 0);
+  CHECK(bytes[1] < bytes[0]);
+  CHECK(bytes[2] == bytes[0]);
+  CHECK(bytes[3] > bytes[0]);
+  // Saved and loaded, by stacks whose layers are the same, and no others.
+  std::vector<std::byte> saved(stack.save_bytes(0));
+  stack.save(0, saved);
+  Stack other(configs, std::vector<LayerBasis>(4));
+  other.load(1, saved);
+  check(other, 1);
+  CHECK_THROWS_WITH_AS(Stack(rotated, std::vector<LayerBasis>(4)).load(1, saved),
+                       "full_row_bits: cache 0, saved 8", ShapeError);
+  // A layer whose keys are stored as they arrived cannot move its tokens: then none does.
+  CHECK_THROWS_AS(stack.shift_positions(0, 5, 3), StateError);
+  CHECK(stack.position(0, 179) == 179);
+
+  const std::vector<LayerBasis> bases(4);
+  CHECK_THROWS_WITH_AS(Stack({configs.begin(), configs.begin() + 3}, bases),
+                       "configs: 3, one for all layers or num_layers 4 expected", ShapeError);
+  CHECK_THROWS_WITH_AS(Stack(std::vector<CacheConfig>(), bases),
+                       "configs: 0, one for all layers or num_layers 4 expected", ShapeError);
+  std::vector<CacheConfig> wrong = configs;
+  wrong[3].shape = {4, 2, 16};
+  CHECK_THROWS_WITH_AS(
+      Stack(wrong, bases),
+      "shape: layer 0 has 2 and 1 heads of 16, layer 3 has 4 and 2 of 16; the same "
+      "expected",
+      ShapeError);
+  const auto message_with = [&](auto&& change) {
+    wrong = configs;
+    change(wrong[2]);
+    try {
+      Stack refused(wrong, bases);
+    } catch (const ValueError& error) {
+      return std::string(error.what());
+    }
+    return std::string("nothing was raised");
+  };
+  CHECK(message_with([](CacheConfig& own) { own.max_sequences = 3; }) ==
+        "max_sequences: layer 0 has 2, layer 2 has 3; the same expected");
+  CHECK(message_with([](CacheConfig& own) { own.max_tokens = 100; }) ==
+        "max_tokens: layer 0 has 200, layer 2 has 100; the same expected");
+  CHECK(message_with([](CacheConfig& own) { own.page_bytes = 4096; }) ==
+        "page_bytes: layer 0 has 0, layer 2 has 4096; the same expected");
+  CHECK(message_with([](CacheConfig& own) { own.num_pages = 7; }) ==
+        "num_pages: layer 0 has 0, layer 2 has 7; the same expected");
+  CHECK(message_with([](CacheConfig& own) { own.flush_interval = 8; }) ==
+        "flush_interval: layer 0 has 32, layer 2 has 8; the same expected");
+  CHECK(message_with([](CacheConfig& own) { own.tail_capacity = 99; }) ==
+        "tail_capacity: layer 0 has 0, layer 2 has 99; the same expected");
+  CHECK(message_with([](CacheConfig& own) { own.prefill_chunk = 16; }) ==
+        "prefill_chunk: layer 0 has 0, layer 2 has 16; the same expected");
+  CHECK(message_with([](CacheConfig& own) { own.max_query_tokens = 2; }) ==
+        "max_query_tokens: layer 0 has 1, layer 2 has 2; the same expected");
+  CHECK(message_with([](CacheConfig& own) { own.num_threads = 2; }) ==
+        "num_threads: layer 0 has 1, layer 2 has 2; the same expected");
 }
 
 TEST_CASE("a sequence may be given less room than others") {

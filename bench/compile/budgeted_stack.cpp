@@ -14,9 +14,8 @@ int main(int, char** arguments) {
   constexpr int kLayers = 4;
   const auto layers = calibrate::load_moments(arguments[1], shape, kLayers);
   const calibrate::BudgetedModel model = calibrate::budgeted(layers, {.ratio = 0.2});
-  CacheConfig config{.shape = shape, .max_tokens = 4096};
-  model.configure(config);
-  LayerStack<Budgeted<>> stack(config, model.bases, model.policies);
+  const CacheConfig config{.shape = shape, .max_tokens = 4096};
+  LayerStack<Budgeted<>> stack(model.configs(config), model.bases, model.policies);
   stack.create(0);
   std::vector<float> query(8 * 64), key(2 * 64), value(2 * 64), out(8 * 64);
   for (int layer = 0; layer < kLayers; ++layer) {

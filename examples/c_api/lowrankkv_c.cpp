@@ -51,9 +51,9 @@ namespace {
 template <class Cache>
 class StackOf final : public lowrankkv_cache {
  public:
-  StackOf(const CacheConfig& config, std::vector<LayerBasis> bases,
+  StackOf(const std::vector<CacheConfig>& configs, std::vector<LayerBasis> bases,
           const typename Cache::PolicySet& policies)
-      : lowrankkv_cache(config.shape), stack_(config, std::move(bases), policies) {}
+      : lowrankkv_cache(configs.front().shape), stack_(configs, std::move(bases), policies) {}
   void create(SequenceId seq) override { stack_.create(seq); }
   void erase(SequenceId seq) override { stack_.erase(seq); }
   void fork(SequenceId source, SequenceId target) override { stack_.fork(source, target); }
@@ -131,7 +131,7 @@ std::unique_ptr<lowrankkv_cache> open_stack(const lowrankkv_config& wanted) {
   const std::string method = wanted.method;
   if (method == "FullKV")
     return std::make_unique<StackOf<FullKV<>>>(
-        config, std::vector<LayerBasis>(static_cast<std::size_t>(wanted.num_layers)),
+        std::vector{config}, std::vector<LayerBasis>(static_cast<std::size_t>(wanted.num_layers)),
         FullKV<>::PolicySet{});
   if (method != "OjaKV" && method != "Budgeted")
     throw ValueError("method: " + method + ", one of FullKV, OjaKV, Budgeted expected");
@@ -148,13 +148,14 @@ std::unique_ptr<lowrankkv_cache> open_stack(const lowrankkv_config& wanted) {
     options.ratio = wanted.ratio;
     options.context = wanted.max_tokens;
     const calibrate::BudgetedModel model = calibrate::budgeted(layers, options);
-    model.configure(config);
-    return std::make_unique<StackOf<Budgeted<>>>(config, model.bases, model.policies);
+    return std::make_unique<StackOf<Budgeted<>>>(model.configs(config), model.bases,
+                                                 model.policies);
   }
   std::vector<LayerBasis> bases;
   for (const calibrate::LayerMoments& layer : layers)
     bases.push_back(layer.basis({.key_ratio = wanted.ratio, .value_ratio = wanted.ratio}));
-  return std::make_unique<StackOf<OjaKV<>>>(config, std::move(bases), OjaKV<>::PolicySet{});
+  return std::make_unique<StackOf<OjaKV<>>>(std::vector{config}, std::move(bases),
+                                            OjaKV<>::PolicySet{});
 }
 
 }  // namespace

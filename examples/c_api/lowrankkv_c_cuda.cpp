@@ -78,9 +78,9 @@ namespace {
 template <class Cache>
 class StackOf final : public lowrankkv_cuda_cache {
  public:
-  StackOf(const CacheConfig& config, std::vector<LayerBasis> bases,
+  StackOf(const std::vector<CacheConfig>& configs, std::vector<LayerBasis> bases,
           const typename Cache::PolicySet& policies)
-      : lowrankkv_cuda_cache(config.shape), stack_(config, std::move(bases), policies) {}
+      : lowrankkv_cuda_cache(configs.front().shape), stack_(configs, std::move(bases), policies) {}
   void create(SequenceId seq, cudaStream_t stream) override { stack_.create(seq, stream); }
   void erase(SequenceId seq, cudaStream_t stream) override { stack_.erase(seq, stream); }
   void fork(SequenceId source, SequenceId target, cudaStream_t stream) override {
@@ -155,7 +155,7 @@ std::unique_ptr<lowrankkv_cuda_cache> open_stack(const lowrankkv_cuda_config& wa
   const std::string method = wanted.method;
   if (method == "FullKV")
     return std::make_unique<StackOf<FullOnGpu>>(
-        config, std::vector<LayerBasis>(static_cast<std::size_t>(wanted.num_layers)),
+        std::vector{config}, std::vector<LayerBasis>(static_cast<std::size_t>(wanted.num_layers)),
         FullOnGpu::PolicySet{});
   if (method != "Budgeted")
     throw ValueError("method: " + method + ", one of FullKV, Budgeted expected");
@@ -168,8 +168,8 @@ std::unique_ptr<lowrankkv_cuda_cache> open_stack(const lowrankkv_cuda_config& wa
   options.context = wanted.max_tokens;
   options.for_cuda();
   const calibrate::BudgetedModel model = calibrate::budgeted(layers, options);
-  model.configure(config);
-  return std::make_unique<StackOf<BudgetedOnGpu>>(config, model.bases, model.policies);
+  return std::make_unique<StackOf<BudgetedOnGpu>>(model.configs(config), model.bases,
+                                                  model.policies);
 }
 
 cudaStream_t on(void* stream) { return static_cast<cudaStream_t>(stream); }

@@ -14,9 +14,9 @@ namespace gpu = lowrankkv::cuda;  // CUDA's own libraries have a namespace cuda 
 template <class Cache>
 class Caches final : public DeviceCaches {
  public:
-  Caches(const CacheConfig& config, const std::vector<LayerBasis>& bases,
+  Caches(const std::vector<CacheConfig>& configs, const std::vector<LayerBasis>& bases,
          const typename Cache::PolicySet& policies)
-      : shape_(config.shape), stack_(config, bases, policies) {}
+      : shape_(configs.front().shape), stack_(configs, bases, policies) {}
   void create(SequenceId seq) override { stack_.create(seq); }
   void erase(SequenceId seq) override { stack_.erase(seq); }
   void prefill(int layer, SequenceId seq, std::int64_t n, const float* query, const float* key,
@@ -72,7 +72,7 @@ class Caches final : public DeviceCaches {
 
 }  // namespace
 
-std::unique_ptr<DeviceCaches> make_device_caches(const CacheConfig& config,
+std::unique_ptr<DeviceCaches> make_device_caches(const std::vector<CacheConfig>& configs,
                                                  const std::vector<LayerBasis>& bases,
                                                  const device::AnyPolicies& policies) {
   return std::visit(
@@ -80,7 +80,7 @@ std::unique_ptr<DeviceCaches> make_device_caches(const CacheConfig& config,
           const Policies<Basis, Updater, TokenPolicy, Quantizer>& own)
           -> std::unique_ptr<DeviceCaches> {
         return std::make_unique<
-            Caches<CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer>>>(config, bases,
+            Caches<CompressedKVCache<Cuda, Basis, Updater, TokenPolicy, Quantizer>>>(configs, bases,
                                                                                      own);
       },
       policies);

@@ -77,7 +77,8 @@ using AnyPolicies =
 
 #ifdef LOWRANKKV_LLAMA_CUDA
 /// Caches on the current GPU, one per layer.
-std::unique_ptr<DeviceCaches> make_device_caches(const lowrankkv::CacheConfig& config,
+/// @param configs  one a layer
+std::unique_ptr<DeviceCaches> make_device_caches(const std::vector<lowrankkv::CacheConfig>& configs,
                                                  const std::vector<lowrankkv::LayerBasis>& bases,
                                                  const device::AnyPolicies& policies);
 #endif

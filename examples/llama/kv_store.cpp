@@ -29,59 +29,6 @@ const Method& find(const std::string& name) {
 
 }  // namespace
 
-SplitStore::SplitStore(std::unique_ptr<KvStore> rotated, std::unique_ptr<KvStore> still,
-                       const std::vector<bool>& rotary)
-    : rotated_(std::move(rotated)), still_(std::move(still)) {
-  int of_rotated = 0, of_still = 0;
-  for (const bool rotates : rotary)
-    places_.push_back(rotates ? Place{rotated_.get(), of_rotated++}
-                              : Place{still_.get(), of_still++});
-}
-
-void SplitStore::create(lowrankkv::SequenceId seq) {
-  rotated_->create(seq);
-  still_->create(seq);
-}
-
-void SplitStore::erase(lowrankkv::SequenceId seq) {
-  rotated_->erase(seq);
-  still_->erase(seq);
-}
-
-void SplitStore::prefill(int layer, lowrankkv::SequenceId seq, std::int64_t n,
-                         const Projected& rows, float* out) {
-  at(layer).store->prefill(at(layer).layer, seq, n, rows, out);
-}
-
-void SplitStore::ingest(int layer, lowrankkv::SequenceId seq, std::int64_t n,
-                        const Projected& rows) {
-  at(layer).store->ingest(at(layer).layer, seq, n, rows);
-}
-
-void SplitStore::decode(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows,
-                        float* out) {
-  at(layer).store->decode(at(layer).layer, seq, n, rows, out);
-}
-
-void SplitStore::maintain(lowrankkv::SequenceId seq) {
-  rotated_->maintain(seq);
-  still_->maintain(seq);
-}
-
-lowrankkv::MemoryUsage SplitStore::memory(lowrankkv::SequenceId seq) const {
-  lowrankkv::MemoryUsage sum = rotated_->memory(seq);
-  return sum += still_->memory(seq);
-}
-
-lowrankkv::MemoryUsage SplitStore::memory() const {
-  lowrankkv::MemoryUsage sum = rotated_->memory();
-  return sum += still_->memory();
-}
-
-std::int64_t SplitStore::num_tokens(lowrankkv::SequenceId seq) const {
-  return rotated_->num_tokens(seq);
-}
-
 void Recipe::need_moments() const {
   if (moments.size() != static_cast<std::size_t>(model.num_layers)) {
     const std::string form = config.rope.keys == lowrankkv::Rope::pre ? "unrotated" : "rotated";

@@ -53,8 +53,8 @@ struct MethodOptions {
   float decode_rate = -1.0F;
   float outlier_share = -1.0F;  // OjaKVv2 and Budgeted; negative: the method's default
   int early_outliers = -1;      // Budgeted: BudgetOptions::early_outliers; negative: its default
-  int full_row_bits = 8;        // Budgeted: BudgetOptions::full_row_bits
   static constexpr int kChooseRowBits = -1;  // BudgetOptions::kChooseBits
+  int full_row_bits = kChooseRowBits;        // Budgeted: BudgetOptions::full_row_bits
   bool pre_rope =
       false;  // keys are stored before their rotary embedding, and rotated when they are read
   bool on_gpu = false;  // cache and attention on the GPU

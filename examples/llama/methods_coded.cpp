@@ -86,8 +86,9 @@ std::unique_ptr<KvStore> budgeted(Recipe recipe) {
   else if (options.outlier_share > 0.0)
     options.early_outliers = 0;
   const calibrate::BudgetedModel model = calibrate::budgeted(recipe.moments, options);
-  model.configure(recipe.config);
-  if (recipe.options.on_gpu && !options.on_device) recipe.config.page_bytes = 0;
+  recipe.configs = model.configs(recipe.config);
+  if (recipe.options.on_gpu && !options.on_device)
+    for (CacheConfig& of_layer : recipe.configs) of_layer.page_bytes = 0;
   return recipe.store<Budgeted<>>(model.bases, model.policies);
 }
 

@@ -19,12 +19,14 @@ namespace llama {
 template <class Cache>
 class StackStore final : public KvStore {
  public:
-  StackStore(const lowrankkv::CacheConfig& config, std::vector<lowrankkv::LayerBasis> bases,
-             const typename Cache::PolicySet& policies,
+  /// @param configs   one a layer
+  /// @param pre_rope  keys are stored before their rotary embedding
+  StackStore(const std::vector<lowrankkv::CacheConfig>& configs, bool pre_rope,
+             std::vector<lowrankkv::LayerBasis> bases, const typename Cache::PolicySet& policies,
              std::shared_ptr<lowrankkv::cpu::ThreadPool> threads)
-      : shape_(config.shape),
-        pre_rope_(config.rope.keys == lowrankkv::Rope::pre),
-        stack_(config, std::move(bases), policies, std::move(threads)) {}
+      : shape_(configs.front().shape),
+        pre_rope_(pre_rope),
+        stack_(configs, std::move(bases), policies, std::move(threads)) {}
 
   void create(lowrankkv::SequenceId seq) override { stack_.create(seq); }
   void erase(lowrankkv::SequenceId seq) override { stack_.erase(seq); }
@@ -121,42 +123,14 @@ class DeviceStore final : public KvStore {
   bool pre_rope_ = false;
 };
 
-/// Two stores of one model: of the layers whose keys are rotated when they are read, and of the
-/// layers without a rotary embedding, whose keys are stored as they are.
-class SplitStore final : public KvStore {
- public:
-  /// @param rotary  of every layer of the model, whether it is in `rotated`
-  SplitStore(std::unique_ptr<KvStore> rotated, std::unique_ptr<KvStore> still,
-             const std::vector<bool>& rotary);
-  void create(lowrankkv::SequenceId seq) override;
-  void erase(lowrankkv::SequenceId seq) override;
-  void prefill(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows,
-               float* out) override;
-  void ingest(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows) override;
-  void decode(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows,
-              float* out) override;
-  void maintain(lowrankkv::SequenceId seq) override;
-  lowrankkv::MemoryUsage memory(lowrankkv::SequenceId seq) const override;
-  lowrankkv::MemoryUsage memory() const override;
-  std::int64_t num_tokens(lowrankkv::SequenceId seq) const override;
-
- private:
-  struct Place {
-    KvStore* store;
-    int layer;  // of that store
-  };
-  const Place& at(int layer) const { return places_[static_cast<std::size_t>(layer)]; }
-  std::unique_ptr<KvStore> rotated_, still_;
-  std::vector<Place> places_;
-};
-
 /// What the command line asks for, and the model that it is for.
 struct Recipe {
   const MethodOptions& options;
-  lowrankkv::CacheConfig config;
+  lowrankkv::CacheConfig config;  // of all layers
   const Config& model;
   const std::vector<lowrankkv::calibrate::LayerMoments>& moments;
   const std::shared_ptr<lowrankkv::cpu::ThreadPool>& threads;
+  std::vector<lowrankkv::CacheConfig> configs{};  // one a layer, where layers differ
 
   std::int64_t context() const { return options.context > 0 ? options.context : config.max_tokens; }
   /// Per-head bases at one ratio, of the rows and in the metric that the options name.
@@ -168,41 +142,29 @@ struct Recipe {
   template <class Cache>
   std::unique_ptr<KvStore> store(std::vector<lowrankkv::LayerBasis> bases,
                                  const typename Cache::PolicySet& policies) const {
-    if (bases.empty()) bases.resize(static_cast<std::size_t>(model.num_layers));
-    const auto& rotary = model.rotary_layers;
-    const bool all_rotate = std::find(rotary.begin(), rotary.end(), false) == rotary.end();
-    if (config.rope.keys == lowrankkv::Rope::post || all_rotate)
-      return stack<Cache>(config, std::move(bases), policies);
-    // A stack rotates all its layers' keys when they are read, or none.
-    std::vector<lowrankkv::LayerBasis> rotated, still;
-    for (std::size_t layer = 0; layer < bases.size(); ++layer)
-      (rotary[layer] ? rotated : still).push_back(std::move(bases[layer]));
-    lowrankkv::CacheConfig as_they_are = config;
-    as_they_are.rope = {};
-    if (rotated.empty()) return stack<Cache>(as_they_are, std::move(still), policies);
-    return std::make_unique<SplitStore>(stack<Cache>(config, std::move(rotated), policies),
-                                        stack<Cache>(as_they_are, std::move(still), policies),
-                                        rotary);
+    const auto layers = static_cast<std::size_t>(model.num_layers);
+    if (bases.empty()) bases.resize(layers);
+    std::vector<lowrankkv::CacheConfig> own = configs;
+    if (own.empty()) own.assign(layers, config);
+    // Keys of layers without a rotary embedding are stored as they are.
+    for (int layer = 0; layer < model.num_layers; ++layer)
+      if (!model.rotates(layer)) own[static_cast<std::size_t>(layer)].rope = {};
+    const bool pre_rope = config.rope.keys == lowrankkv::Rope::pre;
+    if (options.on_gpu) return device_store(std::move(own), pre_rope, bases, policies);
+    return std::make_unique<StackStore<Cache>>(own, pre_rope, std::move(bases), policies, threads);
   }
 
  private:
-  template <class Cache>
-  std::unique_ptr<KvStore> stack(const lowrankkv::CacheConfig& of_layers,
-                                 std::vector<lowrankkv::LayerBasis> bases,
-                                 const typename Cache::PolicySet& policies) const {
-    if (options.on_gpu) return device_store(of_layers, bases, policies);
-    return std::make_unique<StackStore<Cache>>(of_layers, std::move(bases), policies, threads);
-  }
   template <class PolicySet>
-  std::unique_ptr<KvStore> device_store(const lowrankkv::CacheConfig& of_layers,
+  std::unique_ptr<KvStore> device_store(std::vector<lowrankkv::CacheConfig> of_layers,
+                                        bool pre_rope,
                                         const std::vector<lowrankkv::LayerBasis>& bases,
                                         const PolicySet& policies) const {
 #ifdef LOWRANKKV_LLAMA_CUDA
     if constexpr (std::is_constructible_v<device::AnyPolicies, const PolicySet&>) {
-      lowrankkv::CacheConfig on_device = of_layers;
-      on_device.max_query_tokens = 64;
-      return std::make_unique<DeviceStore>(make_device_caches(on_device, bases, policies),
-                                           of_layers.rope.keys == lowrankkv::Rope::pre);
+      for (lowrankkv::CacheConfig& of_layer : of_layers) of_layer.max_query_tokens = 64;
+      return std::make_unique<DeviceStore>(make_device_caches(of_layers, bases, policies),
+                                           pre_rope);
     }
     throw std::runtime_error(
         options.method +
@@ -211,6 +173,7 @@ struct Recipe {
         "H2O, Budgeted, Budgeted+PreRoPE");
 #else
     static_cast<void>(of_layers);
+    static_cast<void>(pre_rope);
     static_cast<void>(bases);
     static_cast<void>(policies);
     throw std::runtime_error("--device cuda: this program was built without LOWRANKKV_CUDA");

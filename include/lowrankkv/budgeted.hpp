@@ -50,11 +50,11 @@ struct BudgetOptions {
   float step_scale = 1.0F;       ///< TransformCode::step_scale
   double metric_floor = 1e-3;    ///< smallest eigenvalue of a metric, relative to its mean
   DType full_type = DType::f16;  ///< of rows at full rank: CacheConfig::full_type
-  /// CacheConfig::full_row_bits: 8, or 0 (full_type). kChooseBits: 8, unless these lose more than
-  /// kMostLost of the variance of some head's keys or values in their metric, and 16 bits take no
-  /// more than kMostForBits of the budget besides. A large constant (Qwen2's biases) makes the
-  /// steps of 8 bits large.
-  int full_row_bits = 8;
+  /// CacheConfig::full_row_bits of all layers: 8, or 0 (full_type). kChooseBits: 0 in layers where
+  /// 8 bits lose more than kMostLost of the variance of some head's keys or values in their metric,
+  /// those that lose most first, as long as that takes no more than kMostForBits of the budget; 8
+  /// in the others. A large constant (Qwen2's biases) makes the steps of 8 bits large.
+  int full_row_bits = kChooseBits;
   static constexpr int kChooseBits = -1;
   static constexpr double kMostLost = 0.01, kMostForBits = 0.04;
   /// Page size of the pool in bytes. 0: the multiple of 256, from 512 to 8192 (of wide rows, to two
@@ -89,21 +89,26 @@ struct BudgetedModel {
   std::vector<LayerBasis> bases;  ///< one per layer
   /// Policies of Budgeted<Backend>, for either backend.
   Policies<PerHead, Static, Compose<SinkRecent, ResidualOutliers>, TransformCode> policies;
-  BudgetOptions options;  ///< the options that it was made for
-  CacheShape shape;       ///< of every layer
+  BudgetOptions options;           ///< the options that it was made for
+  CacheShape shape;                ///< of every layer
+  std::vector<int> full_row_bits;  ///< CacheConfig::full_row_bits of every layer
 
-  /// @brief Sets the fields that the byte budget assumes: how full rows are stored, the page size,
-  /// and f32 epochs. A model whose options are not for_cuda() needs page_bytes 0 afterwards on a
-  /// GPU, where tiles have sizes of their own.
+  /// @brief The configurations of the layers, for LayerStack: `config` with the fields that the
+  /// byte budget assumes, which are how full rows are stored, the page size, and f32 epochs. A
+  /// model whose options are not for_cuda() needs page_bytes 0 in them on a GPU, where tiles have
+  /// sizes of their own.
   ///
   /// The budget is met by a prompt of options.context tokens. ratio_at() says what other sequences
-  /// take of such a cache.
-  void configure(CacheConfig& config) const {
+  /// take of such caches.
+  std::vector<CacheConfig> configs(CacheConfig config) const {
     config.full_type = options.full_type;
-    config.full_row_bits = options.full_row_bits;
     config.page_bytes = options.page_bytes;
     // All sequences share this epoch, and metrics with a wide spectrum need the precision.
     config.epoch_type = DType::f32;
+    std::vector<CacheConfig> layers(full_row_bits.size(), config);
+    for (std::size_t layer = 0; layer < layers.size(); ++layer)
+      layers[layer].full_row_bits = full_row_bits[layer];
+    return layers;
   }
 
   /// @brief Bytes of a sequence of all layers, as MemoryUsage::total() counts them.
@@ -348,11 +353,12 @@ inline ResidualOutliers budgeted_outliers(const BudgetOptions& options) {
 }
 
 /// Rows at full rank of a page. 0: a page has no room for a tile of them.
-inline std::int64_t full_rows_per_page(const CacheShape& shape, const BudgetOptions& options) {
+/// @param bits  CacheConfig::full_row_bits of the layer
+inline std::int64_t full_rows_per_page(const CacheShape& shape, const BudgetOptions& options,
+                                       int bits) {
   if (options.on_device)
-    return full_row_tile(shape.head_dim, options.full_row_bits, options.pre_rope)
-        .rows_per_page(options.page_bytes);
-  const FullRows plain{options.full_type, options.full_row_bits};
+    return full_row_tile(shape.head_dim, bits, options.pre_rope).rows_per_page(options.page_bytes);
+  const FullRows plain{options.full_type, bits};
   return cpu::make_row_layout(plain, shape.head_dim, shape.head_dim, {}, {}, options.page_bytes)
       .rows_per_page;
 }
@@ -371,10 +377,12 @@ inline std::int64_t coded_rows_per_page(std::span<const std::uint8_t> key,
 /// @brief Bytes of a sequence of options.context tokens right after its prompt, as
 /// MemoryUsage::total() counts them: pages of codes and of full rows with their slack, the recent
 /// window, and positions.
-/// @param bits  for each layer and head: the bits of its keys, then the bits of its values
+/// @param bits           for each layer and head: the bits of its keys, then the bits of its values
+/// @param full_row_bits  CacheConfig::full_row_bits of every layer
 inline std::int64_t budgeted_bytes(const CacheShape& shape,
                                    std::span<const std::vector<std::uint8_t>> bits,
-                                   const BudgetOptions& options) {
+                                   const BudgetOptions& options,
+                                   std::span<const int> full_row_bits) {
   const std::int64_t recent = (std::min)(std::int64_t{options.recent}, options.context);
   const std::int64_t sinks = (std::min)(std::int64_t{options.sinks}, options.context - recent);
   const std::int64_t left = options.context - recent;  // of the tail
@@ -386,11 +394,14 @@ inline std::int64_t budgeted_bytes(const CacheShape& shape,
   const auto pages = [&](std::int64_t rows, std::int64_t per_page) {
     return (rows + per_page - 1) / per_page * static_cast<std::int64_t>(options.page_bytes);
   };
-  const std::int64_t full_per_page = detail::full_rows_per_page(shape, options);
   constexpr std::int64_t never = std::int64_t{1} << 60;
-  if (full_per_page == 0) return never;
-  std::int64_t bytes = 0;
+  const std::size_t parts_per_layer = 2 * static_cast<std::size_t>(shape.num_kv_heads);
+  std::int64_t full_per_page = 0, bytes = 0;
   for (std::size_t part = 0; part + 1 < bits.size(); part += 2) {
+    if (part % parts_per_layer == 0)
+      full_per_page =
+          detail::full_rows_per_page(shape, options, full_row_bits[part / parts_per_layer]);
+    if (full_per_page == 0) return never;
     const auto coded = [](const std::vector<std::uint8_t>& all) {
       return std::span(all).first(static_cast<std::size_t>(detail::coded_channels(all)));
     };
@@ -411,6 +422,15 @@ inline std::int64_t budgeted_bytes(const CacheShape& shape,
 
 namespace detail {
 
+/// Bytes of the Cuda backend's largest tile of full rows.
+inline std::int64_t largest_full_row_tile(const CacheShape& shape, const BudgetOptions& options,
+                                          std::span<const int> full_row_bits) {
+  std::int64_t largest = 0;
+  for (const int bits : full_row_bits)
+    largest = (std::max)(largest, full_row_tile(shape.head_dim, bits, options.pre_rope).bytes);
+  return largest;
+}
+
 /// Bytes of the Cuda backend's largest tile of codes.
 inline std::int64_t largest_code_tile(std::span<const std::vector<std::uint8_t>> bits) {
   std::int64_t largest = 0;
@@ -422,14 +442,13 @@ inline std::int64_t largest_code_tile(std::span<const std::vector<std::uint8_t>>
 /// The page size at which rows of these bits take the fewest bytes; the larger of two that are
 /// equal. A page can hold at least one row of 8 bits a channel, and one at full rank; on the Cuda
 /// backend a tile of each.
-/// @param bits  as budgeted_bytes() has them
+/// @param bits, full_row_bits  as budgeted_bytes() has them
 inline std::size_t best_page_bytes(const CacheShape& shape,
                                    std::span<const std::vector<std::uint8_t>> bits,
-                                   BudgetOptions options) {
+                                   BudgetOptions options, std::span<const int> full_row_bits) {
   const std::size_t dim = static_cast<std::size_t>(shape.head_dim);
   const std::size_t largest = static_cast<std::size_t>(
-      (std::max)({full_row_tile(shape.head_dim, options.full_row_bits, options.pre_rope).bytes,
-                  largest_code_tile(bits)}));
+      (std::max)(largest_full_row_tile(shape, options, full_row_bits), largest_code_tile(bits)));
   const std::size_t widest = options.on_device
                                  ? largest
                                  : 2 * dim * (std::max)(size_of(options.full_type), std::size_t{2});
@@ -440,7 +459,7 @@ inline std::size_t best_page_bytes(const CacheShape& shape,
   for (std::size_t size = 512; size <= most; size += 256) {
     if (size < widest) continue;
     options.page_bytes = size;
-    const std::int64_t bytes = budgeted_bytes(shape, bits, options);
+    const std::int64_t bytes = budgeted_bytes(shape, bits, options, full_row_bits);
     if (bytes > fewest) continue;
     fewest = bytes;
     best = size;
@@ -462,27 +481,44 @@ inline std::int64_t BudgetedModel::bytes_at(std::int64_t tokens, std::int64_t wa
   BudgetOptions at = options;
   at.context = (std::max)(std::int64_t{0}, tokens);
   at.recent += static_cast<int>(waiting);
-  return budgeted_bytes(shape, bits, at);
+  return budgeted_bytes(shape, bits, at, full_row_bits);
 }
 
 namespace detail {
 
-/// What BudgetOptions::kChooseBits stands for: 8, or 0 for 16 bits.
-/// @param parts  of all layers and heads: keys, values
-inline int choose_full_row_bits(const CacheShape& shape, std::span<const CodedPart> parts,
-                                const BudgetOptions& options) {
-  const bool lose = std::any_of(parts.begin(), parts.end(), [](const CodedPart& part) {
-    return part.lost_in_8_bits > BudgetOptions::kMostLost;
-  });
-  // Full rows alone, in pages of as many bytes as they take.
-  const auto rows = static_cast<double>((std::min)(
-      options.context,
-      std::int64_t{options.sinks} + outlier_rows(budgeted_outliers(options), 0, options.context)));
-  const double more = rows * static_cast<double>(parts.size()) * shape.head_dim *
-                      (static_cast<double>(size_of(options.full_type)) - 1.0),
-               budget = options.ratio * 2.0 * shape.head_dim * static_cast<double>(parts.size()) *
-                        static_cast<double>(options.context);
-  return lose && more <= BudgetOptions::kMostForBits * budget ? 0 : 8;
+/// BudgetOptions::full_row_bits of every layer; of kChooseBits, what it stands for.
+/// @param parts    of all layers and heads: keys, values
+/// @param no_bits  as budgeted_bytes() has them, without any
+/// @param limit    bytes of the budget
+inline std::vector<int> choose_full_row_bits(const CacheShape& shape,
+                                             std::span<const CodedPart> parts,
+                                             std::span<const std::vector<std::uint8_t>> no_bits,
+                                             double limit, const BudgetOptions& options) {
+  const std::size_t per_layer = 2 * static_cast<std::size_t>(shape.num_kv_heads);
+  std::vector<int> chosen(parts.size() / per_layer, options.full_row_bits);
+  if (options.full_row_bits != BudgetOptions::kChooseBits) return chosen;
+  std::fill(chosen.begin(), chosen.end(), 8);
+  const auto bytes_of = [&] {
+    BudgetOptions own = options;
+    if (own.page_bytes == 0) own.page_bytes = best_page_bytes(shape, no_bits, own, chosen);
+    return static_cast<double>(budgeted_bytes(shape, no_bits, own, chosen));
+  };
+  const double most = bytes_of() + BudgetOptions::kMostForBits * limit;
+  std::vector<std::pair<double, std::size_t>> lossy;  // most first
+  for (std::size_t layer = 0; layer < chosen.size(); ++layer) {
+    double lost = 0.0;
+    for (const CodedPart& part : parts.subspan(layer * per_layer, per_layer))
+      lost = (std::max)(lost, part.lost_in_8_bits);
+    if (lost > BudgetOptions::kMostLost) lossy.emplace_back(-lost, layer);
+  }
+  std::sort(lossy.begin(), lossy.end());
+  for (const auto& [lost, layer] : lossy) {
+    chosen[layer] = 0;
+    if (bytes_of() <= most) continue;
+    chosen[layer] = 8;
+    break;
+  }
+  return chosen;
 }
 
 }  // namespace detail
@@ -508,7 +544,6 @@ inline int choose_full_row_bits(const CacheShape& shape, std::span<const CodedPa
 template <class Real = double>
 BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions& asked) {
   BudgetOptions options = asked;  // with the page size that is chosen
-  if (options.page_bytes == 0) options.page_bytes = 4096;
   if (layers.empty())
     ::lowrankkv::detail::fail<ShapeError>("budgeted: num_layers 0, at least 1 needed");
   const CacheShape& shape = layers.front().shape();
@@ -529,13 +564,6 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
                                          options.metric_floor));
     }
   }
-  if (options.full_row_bits == BudgetOptions::kChooseBits)
-    options.full_row_bits = detail::choose_full_row_bits(shape, parts, options);
-  if (const DeviceTile tile =
-          full_row_tile(shape.head_dim, options.full_row_bits, options.pre_rope);
-      options.on_device && asked.page_bytes != 0 && tile.rows_per_page(asked.page_bytes) == 0)
-    ::lowrankkv::detail::fail<CapacityError>("budget: page_bytes: a tile of full rows needs ",
-                                             tile.bytes, ", a page has ", asked.page_bytes);
   const CodingMetric first_metric = layers.front().coding().metric();
   for (const LayerMoments& moments : layers) {
     if (moments.coding().metric() == first_metric) continue;
@@ -567,15 +595,22 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
     for (std::vector<std::uint8_t>& own : bits) std::sort(own.begin(), own.end(), std::greater<>());
     return bits;
   };
+  const std::vector<std::vector<std::uint8_t>> no_bits =
+      allocate_by_errors(errors, 0.0, options.widths, options.channels_together);
+  const std::vector<int> full_row_bits =
+      detail::choose_full_row_bits(shape, parts, no_bits, limit, options);
+  if (const std::int64_t tile = detail::largest_full_row_tile(shape, options, full_row_bits);
+      options.on_device && asked.page_bytes != 0 &&
+      tile > static_cast<std::int64_t>(asked.page_bytes))
+    ::lowrankkv::detail::fail<CapacityError>("budget: page_bytes: a tile of full rows needs ", tile,
+                                             ", a page has ", asked.page_bytes);
   const auto bytes_of = [&](const std::vector<std::vector<std::uint8_t>>& bits) {
-    return static_cast<double>(budgeted_bytes(shape, stored(bits), options));
+    return static_cast<double>(budgeted_bytes(shape, stored(bits), options, full_row_bits));
   };
   const auto choose_pages = [&](const std::vector<std::vector<std::uint8_t>>& bits) {
     if (asked.page_bytes != 0) return;
-    options.page_bytes = detail::best_page_bytes(shape, stored(bits), options);
+    options.page_bytes = detail::best_page_bytes(shape, stored(bits), options, full_row_bits);
   };
-  const std::vector<std::vector<std::uint8_t>> no_bits =
-      allocate_by_errors(errors, 0.0, options.widths, options.channels_together);
   choose_pages(no_bits);
   const double least = bytes_of(no_bits);
   if (least > limit)
@@ -635,6 +670,7 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
   BudgetedModel model;
   model.options = options;
   model.shape = shape;
+  model.full_row_bits = full_row_bits;
   std::size_t part = 0;
   for (std::size_t layer = 0; layer < layers.size(); ++layer) {
     LayerBasis& basis = model.bases.emplace_back();

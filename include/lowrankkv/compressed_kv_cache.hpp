@@ -107,25 +107,27 @@ class CompressedKVCache : Backend::template Diagnosis<Basis, Updater, TokenPolic
   /// sequences of max_tokens tokens can ever need.
   static std::int64_t num_pages(const CacheConfig& config, const LayerBasis& basis,
                                 const PolicySet& policies) {
-    return pool_size(config, {&basis, 1}, policies).num_pages;
+    return pool_size({&config, 1}, {&basis, 1}, policies).num_pages;
   }
   /// @brief Page size in bytes: config.page_bytes, or the default if that is 0.
   static std::size_t page_bytes(const CacheConfig& config, const LayerBasis& basis,
                                 const PolicySet& policies) {
-    return pool_size(config, {&basis, 1}, policies).page_bytes;
+    return pool_size({&config, 1}, {&basis, 1}, policies).page_bytes;
   }
-  /// @brief Size of the pool that layers with these bases can ever need. Pages have
-  /// config.page_bytes bytes, or, if that is 0, a size that suits all layers.
+  /// @brief Size of the pool that layers with these bases can ever need. Pages have page_bytes
+  /// bytes, or, if that is 0, a size that suits all layers.
+  /// @param configs  one for all layers, or one a layer (LayerStack says in what they may differ)
   /// @throws as the constructor
-  static PoolSize pool_size(const CacheConfig& config, std::span<const LayerBasis> bases,
+  static PoolSize pool_size(std::span<const CacheConfig> configs, std::span<const LayerBasis> bases,
                             const PolicySet& policies) {
-    return Calls::pool_size(config, bases, policies);
+    return Calls::pool_size(configs, bases, policies);
   }
-  /// @brief Makes what layers share: config.num_threads threads, or a workspace for the layer that
-  /// needs most, which allocates on the device.
-  static Shared make_shared(const CacheConfig& config, std::span<const LayerBasis> bases,
+  /// @brief Makes what layers share: num_threads threads, or a workspace for the layer that needs
+  /// most, which allocates on the device.
+  /// @param configs  one for all layers, or one a layer
+  static Shared make_shared(std::span<const CacheConfig> configs, std::span<const LayerBasis> bases,
                             const PolicySet& policies) {
-    return Calls::make_shared(config, bases, policies);
+    return Calls::make_shared(configs, bases, policies);
   }
   /// @brief Bytes of what layers share. Threads count as none.
   static std::size_t bytes_of(const Shared& shared) { return Calls::bytes_of(shared); }

@@ -41,36 +41,53 @@ class LayerStack {
   using Pool = typename Cache::Pool;      ///< owner of the pages
   using Shared = typename Cache::Shared;  ///< also shared by layers: threads, or a workspace
 
-  /// @param config    of every layer; num_pages and page_bytes are those of the shared pool (0:
-  /// enough for all layers)
+  /// @param configs   one a layer, or one for all. Layers may differ in how rows are stored
+  /// (full_type, full_row_bits, epoch_type, keep_residuals), in their rotary embedding and softmax
+  /// scale, in check_finite and in how often epochs are published and merged; not in the other
+  /// fields. num_pages and page_bytes are those of the shared pool (0: enough for all layers)
   /// @param bases     one LayerBasis per layer
   /// @param policies  one set for all layers
   /// @param shared    resources that all layers use: threads on the CPU, a workspace on the GPU;
   /// null: the stack makes them
   /// @param pool      for example of pool_size(); null: the stack makes it
-  /// @throws what the Cache constructor throws; ShapeError if there is no layer
-  LayerStack(const CacheConfig& config, std::vector<LayerBasis> bases,
+  /// @throws what the Cache constructor throws; ShapeError if there is no layer, or if there are
+  /// neither one configuration nor as many as layers; ShapeError or ValueError if they differ in
+  /// other fields
+  LayerStack(const std::vector<CacheConfig>& configs, std::vector<LayerBasis> bases,
              const typename Cache::PolicySet& policies = {}, Shared shared = {},
              std::shared_ptr<Pool> pool = nullptr)
       : pool_(std::move(pool)) {
-    const PoolSize size = pool_size(config, bases, policies);
-    if (pool_ == nullptr)
-      pool_ = std::make_shared<Pool>(size.page_bytes,
-                                     config.num_pages != 0 ? config.num_pages : size.num_pages);
+    const PoolSize size = pool_size(configs, bases, policies);
+    if (pool_ == nullptr) {
+      const std::int64_t num_pages = configs.front().num_pages;
+      pool_ = std::make_shared<Pool>(size.page_bytes, num_pages != 0 ? num_pages : size.num_pages);
+    }
     if (!shared) {
-      shared = Cache::make_shared(config, bases, policies);
+      shared = Cache::make_shared(configs, bases, policies);
       shared_bytes_ = Cache::bytes_of(shared);
     }
-    for (LayerBasis& basis : bases)
-      layers_.push_back(std::make_unique<Cache>(config, std::move(basis), policies, pool_, shared));
+    for (std::size_t layer = 0; layer < bases.size(); ++layer) {
+      layers_.push_back(std::make_unique<Cache>(detail::config_of(configs, layer),
+                                                std::move(bases[layer]), policies, pool_, shared));
+    }
   }
+  /// @brief The same with one configuration for all layers.
+  LayerStack(const CacheConfig& config, std::vector<LayerBasis> bases,
+             const typename Cache::PolicySet& policies = {}, Shared shared = {},
+             std::shared_ptr<Pool> pool = nullptr)
+      : LayerStack(std::vector{config}, std::move(bases), policies, std::move(shared),
+                   std::move(pool)) {}
   /// @brief Size of the pool that the layers can ever need, for callers that make the pool
-  /// themselves. Pages have config.page_bytes bytes, or if that is 0 a size that suits all layers.
+  /// themselves. Pages have page_bytes bytes, or if that is 0 a size that suits all layers.
   /// @throws as the constructor
-  static PoolSize pool_size(const CacheConfig& config, std::span<const LayerBasis> bases,
+  static PoolSize pool_size(std::span<const CacheConfig> configs, std::span<const LayerBasis> bases,
                             const typename Cache::PolicySet& policies = {}) {
     if (bases.empty()) detail::fail<ShapeError>("LayerStack: num_layers 0, at least 1 needed");
-    return Cache::pool_size(config, bases, policies);
+    return Cache::pool_size(configs, bases, policies);
+  }
+  static PoolSize pool_size(const CacheConfig& config, std::span<const LayerBasis> bases,
+                            const typename Cache::PolicySet& policies = {}) {
+    return pool_size(std::span(&config, 1), bases, policies);
   }
 
   int num_layers() const { return static_cast<int>(layers_.size()); }  ///< of the model

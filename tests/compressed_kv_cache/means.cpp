@@ -155,7 +155,7 @@ Errors stored(const Problem& problem, bool centred) {
     budget.sinks = 4;  // kFactor is of these in 8 bits
     budget.early_outliers = 0;
     const auto model = calibrate::budgeted(std::vector{problem.moments}, budget);
-    model.configure(config);
+    config = model.configs(config)[0];
     return errors_of<Cache>(problem, config, model.bases[0], model.policies);
   } else if constexpr (requires { policies.basis.heads_per_group; }) {
     policies.basis.keys = options.policy;

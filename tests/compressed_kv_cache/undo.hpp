@@ -144,7 +144,7 @@ class Setup {
   Setup(const CacheConfig& config, const LayerBasis& basis)
       : rows(config.shape), shape_(config.shape) {
     const int num_layers = stacked ? 3 : 1;
-    const PoolSize size = Cache::pool_size(config, {&basis, 1}, {});
+    const PoolSize size = Cache::pool_size({&config, 1}, {&basis, 1}, {});
     const std::int64_t pages = num_layers * size.num_pages;
     source_ = std::make_shared<Source>(static_cast<std::int32_t>(pages));
     pool_ = std::make_shared<Pool>(size.page_bytes, pages, source_);

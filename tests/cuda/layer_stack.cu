@@ -51,6 +51,13 @@ struct Model {
     return all;
   }
   int num_layers() const { return static_cast<int>(layers.size()); }
+  /// One a layer: full rows in 16, 8 and 16 bits, and softmax scales of their own.
+  std::vector<CacheConfig> configs() const {
+    std::vector<CacheConfig> all(layers.size(), config);
+    all[1].full_row_bits = 8;
+    all[2].softmax_scale = 0.5F * config.scale();
+    return all;
+  }
 
   CacheConfig config;
   Cache::PolicySet policies;
@@ -76,12 +83,16 @@ TEST_CASE("layers of a stack on the device: as layers alone") {
   for (int trial = 0; trial < std::max(1, 3 * support::effort()); ++trial) {
     CAPTURE(trial);
     const Model model(random);
-    Stack stack(model.config, model.bases(), model.policies);
+    std::vector<CacheConfig> configs(1, model.config);
+    if (trial % 2 == 0) configs = model.configs();
+    Stack stack(configs, model.bases(), model.policies);
     std::vector<std::unique_ptr<DeviceCache<Cache>>> alone;
-    CacheConfig config = model.config;
-    config.page_bytes = stack.pool().page_bytes();  // page tables are as long as pages are small
-    for (const support::RandomLayer& layer : model.layers)
-      alone.push_back(std::make_unique<DeviceCache<Cache>>(config, layer.basis, model.policies));
+    for (std::size_t layer = 0; layer < model.layers.size(); ++layer) {
+      CacheConfig config = configs[configs.size() == 1 ? 0 : layer];
+      config.page_bytes = stack.pool().page_bytes();  // page tables are as long as pages are small
+      alone.push_back(
+          std::make_unique<DeviceCache<Cache>>(config, model.layers[layer].basis, model.policies));
+    }
     const auto each = [&](auto&& call) {
       for (const auto& layer : alone) call(layer->cache);
     };
@@ -327,7 +338,8 @@ TEST_CASE("layers of a stack on the device: all of them or none") {
   CHECK(due.layer(0).tail_length(1) < room);
 
   // A workspace that is lent must do for the largest layer.
-  const gpu::LentMemory enough = Cache::make_shared(model.config, model.bases(), model.policies);
+  const gpu::LentMemory enough =
+      Cache::make_shared({&model.config, 1}, model.bases(), model.policies);
   const gpu::LentMemory little{enough.data, enough.bytes - 128};
   CHECK(message_of([&] { Stack lent(model.config, model.bases(), model.policies, little); }) ==
         "workspace: " + std::to_string(little.bytes) + " bytes lent, " +

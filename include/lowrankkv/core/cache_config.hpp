@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "lowrankkv/core/error.hpp"
 #include "lowrankkv/core/rope.hpp"
@@ -130,6 +131,42 @@ inline void complete_tail(CacheConfig& config, int recent) {
   if (config.tail_capacity <= recent + config.flush_interval) {
     fail<CapacityError>("tail_capacity: ", config.tail_capacity,
                         ", must exceed recent + flush_interval = ", recent + config.flush_interval);
+  }
+}
+
+/// The configuration of a layer, of one for all layers or one a layer.
+inline const CacheConfig& config_of(std::span<const CacheConfig> configs, std::size_t layer) {
+  return configs[configs.size() == 1 ? 0 : layer];
+}
+
+/// Raises ShapeError unless there is one configuration, or one a layer; ShapeError or ValueError,
+/// naming both values, if layers differ in what their sequences or their pool have in common.
+inline void check_layer_configs(std::span<const CacheConfig> configs, std::size_t num_layers) {
+  if (configs.size() != 1 && configs.size() != num_layers)
+    fail<ShapeError>("configs: ", configs.size(), ", one for all layers or num_layers ", num_layers,
+                     " expected");
+  for (std::size_t layer = 1; layer < configs.size(); ++layer) {
+    const CacheConfig &first = configs[0], &own = configs[layer];
+    if (own.shape != first.shape) {
+      fail<ShapeError>("shape: layer 0 has ", first.shape.num_qo_heads, " and ",
+                       first.shape.num_kv_heads, " heads of ", first.shape.head_dim, ", layer ",
+                       layer, " has ", own.shape.num_qo_heads, " and ", own.shape.num_kv_heads,
+                       " of ", own.shape.head_dim, "; the same expected");
+    }
+    const auto same = [&](const char* name, auto value, auto of_layer) {
+      if (value == of_layer) return;
+      fail<ValueError>(name, ": layer 0 has ", value, ", layer ", layer, " has ", of_layer,
+                       "; the same expected");
+    };
+    same("max_sequences", first.max_sequences, own.max_sequences);
+    same("max_tokens", first.max_tokens, own.max_tokens);
+    same("page_bytes", first.page_bytes, own.page_bytes);
+    same("num_pages", first.num_pages, own.num_pages);
+    same("flush_interval", first.flush_interval, own.flush_interval);
+    same("tail_capacity", first.tail_capacity, own.tail_capacity);
+    same("prefill_chunk", first.prefill_chunk, own.prefill_chunk);
+    same("max_query_tokens", first.max_query_tokens, own.max_query_tokens);
+    same("num_threads", first.num_threads, own.num_threads);
   }
 }
 

@@ -56,7 +56,7 @@ CalibratedBudget calibrated_budget(const CalibrationRows& rows, CacheConfig& con
       static_cast<std::int64_t>(rows.key.size()) / (rows.shape.num_kv_heads * rows.shape.head_dim);
   options.full_row_bits = 0;
   const auto model = calibrate::budgeted(std::vector{moments_of(rows)}, options.for_cuda());
-  model.configure(config);
+  config = model.configs(config)[0];
   return {model.bases[0], model.policies, [model](std::int64_t tokens, std::int64_t waiting) {
             return model.bytes_at(tokens, waiting);
           }};

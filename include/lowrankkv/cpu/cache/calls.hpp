@@ -72,22 +72,27 @@ struct Calls {
   static void check(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies) {
     static_cast<void>(checked(config, basis, policies, nullptr));
   }
-  static PoolSize pool_size(const CacheConfig& config, std::span<const LayerBasis> bases,
+  static PoolSize pool_size(std::span<const CacheConfig> configs, std::span<const LayerBasis> bases,
                             const PolicySet& policies) {
-    PoolSize size;
-    for (const LayerBasis& basis : bases) {
-      static_cast<void>(checked(config, basis, policies, nullptr));
+    ::lowrankkv::detail::check_layer_configs(configs, bases.size());
+    const auto sizes = [&](std::size_t layer, std::size_t page_bytes) {
+      CacheConfig config = ::lowrankkv::detail::config_of(configs, layer);
+      if (page_bytes != 0) config.page_bytes = page_bytes;
+      static_cast<void>(checked(config, bases[layer], policies, nullptr));
       const LayerBasis own = own_maps(config, policies);
-      const auto of_layer = Layer::sizes(config, makes_maps ? own : basis, policies.basis,
-                                         policies.token_policy, policies.quantizer);
-      if (size.page_bytes == 0) size.page_bytes = of_layer.page_bytes;
-      size.num_pages += of_layer.num_pages;
-    }
+      return Layer::sizes(config, makes_maps ? own : bases[layer], policies.basis,
+                          policies.token_policy, policies.quantizer);
+    };
+    PoolSize size;
+    for (std::size_t layer = 0; layer < bases.size(); ++layer)
+      size.page_bytes = (std::max)(size.page_bytes, sizes(layer, 0).page_bytes);
+    for (std::size_t layer = 0; layer < bases.size(); ++layer)
+      size.num_pages += sizes(layer, size.page_bytes).num_pages;
     return size;
   }
-  static Shared make_shared(const CacheConfig& config, std::span<const LayerBasis>,
+  static Shared make_shared(std::span<const CacheConfig> configs, std::span<const LayerBasis>,
                             const PolicySet&) {
-    return std::make_shared<ThreadPool>(config.num_threads);
+    return std::make_shared<ThreadPool>(configs.front().num_threads);
   }
   static std::size_t bytes_of(const Shared&) { return 0; }
   static ::lowrankkv::detail::SequenceTable& sequences(Layer& layer) { return layer.sequences; }

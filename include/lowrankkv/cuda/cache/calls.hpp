@@ -65,14 +65,15 @@ struct PoliciesOf<Layer<Set, Basis, Updater, TokenPolicy, Quantizer, EpochPolicy
 template <class Layer>
 struct LayerCalls {
   using PolicySet = typename PoliciesOf<Layer>::type;
+  using Configs = std::span<const CacheConfig>;  ///< one for all layers, or one a layer
   using Bases = std::span<const LayerBasis>;
 
   static Layer* make(const CacheConfig& config, LayerBasis&& basis, const PolicySet& policies,
                      std::shared_ptr<PagePool>&& pool, LentMemory&& workspace);
   static void destroy(Layer* layer);
   static void check(const CacheConfig& config, const LayerBasis& basis, const PolicySet& policies);
-  static PoolSize pool_size(const CacheConfig& config, Bases bases, const PolicySet& policies);
-  static LentMemory make_shared(const CacheConfig& config, Bases bases, const PolicySet& policies);
+  static PoolSize pool_size(Configs configs, Bases bases, const PolicySet& policies);
+  static LentMemory make_shared(Configs configs, Bases bases, const PolicySet& policies);
   static std::size_t bytes_of(const LentMemory& shared) { return shared.bytes; }
   static std::size_t workspace_bytes(const CacheConfig& config, const LayerBasis& basis,
                                      const PolicySet& policies);

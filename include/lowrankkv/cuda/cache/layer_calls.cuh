@@ -44,21 +44,24 @@ void LayerCalls<Layer>::check(const CacheConfig& config, const LayerBasis& basis
   static_cast<void>(Layer::tiles_of(checked, basis, policies));
 }
 template <class Layer>
-PoolSize LayerCalls<Layer>::pool_size(const CacheConfig& config, Bases bases,
-                                      const PolicySet& policies) {
+PoolSize LayerCalls<Layer>::pool_size(Configs configs, Bases bases, const PolicySet& policies) {
+  ::lowrankkv::detail::check_layer_configs(configs, bases.size());
   std::vector<LayerTiles> layers;
-  for (const LayerBasis& basis : bases) {
-    layers.push_back(
-        Layer::tiles_of(Layer::checked(config, basis, policies, nullptr), basis, policies));
+  for (std::size_t layer = 0; layer < bases.size(); ++layer) {
+    const CacheConfig& config = ::lowrankkv::detail::config_of(configs, layer);
+    layers.push_back(Layer::tiles_of(Layer::checked(config, bases[layer], policies, nullptr),
+                                     bases[layer], policies));
   }
-  return pool_of(config, std::move(layers), Layer::most_rows(config, policies));
+  return pool_of(configs.front(), std::move(layers), Layer::most_rows(configs.front(), policies));
 }
 template <class Layer>
-LentMemory LayerCalls<Layer>::make_shared(const CacheConfig& config, Bases bases,
-                                          const PolicySet& policies) {
+LentMemory LayerCalls<Layer>::make_shared(Configs configs, Bases bases, const PolicySet& policies) {
+  ::lowrankkv::detail::check_layer_configs(configs, bases.size());
   std::size_t bytes = 0;
-  for (const LayerBasis& basis : bases)
-    bytes = (std::max)(bytes, workspace_bytes(config, basis, policies));
+  for (std::size_t layer = 0; layer < bases.size(); ++layer) {
+    const CacheConfig& config = ::lowrankkv::detail::config_of(configs, layer);
+    bytes = (std::max)(bytes, workspace_bytes(config, bases[layer], policies));
+  }
   const auto memory = std::make_shared<DeviceArray<std::uint8_t>>(bytes);
   return {memory->data(), bytes, memory};
 }
