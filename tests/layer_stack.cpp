@@ -180,7 +180,12 @@ TEST_CASE("layers of a stack may store their rows in ways of their own") {
   // A layer whose keys are stored as they arrived cannot move its tokens: then none does.
   CHECK_THROWS_AS(stack.shift_positions(0, 5, 3), StateError);
   CHECK(stack.position(0, 179) == 179);
+}
 
+TEST_CASE("layers of a stack have in common what their sequences and their pool need") {
+  using Stack = LayerStack<FullKV<>>;
+  const std::vector<CacheConfig> configs(
+      4, {.shape = {2, 1, 16}, .max_sequences = 2, .max_tokens = 200});
   const std::vector<LayerBasis> bases(4);
   CHECK_THROWS_WITH_AS(Stack({configs.begin(), configs.begin() + 3}, bases),
                        "configs: 3, one for all layers or num_layers 4 expected", ShapeError);

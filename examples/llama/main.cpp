@@ -101,7 +101,7 @@ struct Options {
         {"8", 8}, {"16", 0}, {"choose", llama::MethodOptions::kChooseRowBits}};
     app->add_option("--full-row-bits", method.full_row_bits, "bits of rows at full rank (Budgeted)")
         ->transform(CLI::CheckedTransformer(row_bits))
-        ->option_text("8|16|choose [8]");
+        ->option_text("8|16|choose: by layer [choose]");
     app->add_flag("--pre-rope", method.pre_rope,
                   "store keys before their rotary embedding (bases: calibrate --pre-rope-out)");
     const std::map<std::string, bool> devices{{"cpu", false}, {"cuda", true}};

@@ -150,20 +150,21 @@ struct Recipe {
     for (int layer = 0; layer < model.num_layers; ++layer)
       if (!model.rotates(layer)) own[static_cast<std::size_t>(layer)].rope = {};
     const bool pre_rope = config.rope.keys == lowrankkv::Rope::pre;
-    if (options.on_gpu) return device_store(std::move(own), pre_rope, bases, policies);
+    if (options.on_gpu) return device_store(own, pre_rope, bases, policies);
     return std::make_unique<StackStore<Cache>>(own, pre_rope, std::move(bases), policies, threads);
   }
 
  private:
   template <class PolicySet>
-  std::unique_ptr<KvStore> device_store(std::vector<lowrankkv::CacheConfig> of_layers,
+  std::unique_ptr<KvStore> device_store(const std::vector<lowrankkv::CacheConfig>& of_layers,
                                         bool pre_rope,
                                         const std::vector<lowrankkv::LayerBasis>& bases,
                                         const PolicySet& policies) const {
 #ifdef LOWRANKKV_LLAMA_CUDA
     if constexpr (std::is_constructible_v<device::AnyPolicies, const PolicySet&>) {
-      for (lowrankkv::CacheConfig& of_layer : of_layers) of_layer.max_query_tokens = 64;
-      return std::make_unique<DeviceStore>(make_device_caches(of_layers, bases, policies),
+      std::vector<lowrankkv::CacheConfig> on_device = of_layers;
+      for (lowrankkv::CacheConfig& of_layer : on_device) of_layer.max_query_tokens = 64;
+      return std::make_unique<DeviceStore>(make_device_caches(on_device, bases, policies),
                                            pre_rope);
     }
     throw std::runtime_error(
