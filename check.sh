@@ -86,11 +86,11 @@ part_sanitizers() {
 
 part_headers() {
   install_dependencies "${build_packages[@]}" clang clang-tidy-14 python3 doctest-dev
-  local compiler
+  local compiler with_cuda=("${cuda[@]}")
   for compiler in g++ clang++; do
-    build "check-headers-$compiler" -DCMAKE_CXX_COMPILER="$compiler" -DLOWRANKKV_TESTS=headers -DLOWRANKKV_BUILD_EXAMPLES=OFF "${cuda[@]}"
+    build "check-headers-$compiler" -DCMAKE_CXX_COMPILER="$compiler" -DLOWRANKKV_TESTS=headers -DLOWRANKKV_BUILD_EXAMPLES=OFF "${with_cuda[@]}"
     run_tests "check-headers-$compiler"
-    cuda=(-DLOWRANKKV_CUDA=OFF)  # nvcc's host compiler is the same in both
+    with_cuda=(-DLOWRANKKV_CUDA=OFF)  # nvcc's host compiler is the same in both
   done
 }
 
