@@ -168,9 +168,9 @@ void Model::apply_transposed(const Linear& linear, const float* in, std::int64_t
   });
 }
 
-double Model::head_gradient(const std::vector<float>& hidden, std::int64_t n, const Labels& labels,
+double Model::head_gradient(const std::vector<float>& hidden, std::int64_t n, const RowLoss& of_row,
                             float* d_hidden) const {
-  // Cross-entropy, a few rows of logits at a time: d_logits = probabilities - label.
+  // A few rows of logits at a time.
   constexpr std::int64_t kRows = 64;
   double loss = 0.0;
   Eigen::ArrayXf p;  // aligned: where the scores lie does not change a bit
@@ -182,17 +182,8 @@ double Model::head_gradient(const std::vector<float>& hidden, std::int64_t n, co
                                       config_.vocabulary_size);
       p = (line - line.maxCoeff()).exp();
       p /= p.sum();
-      const std::int32_t label = labels(first + row, p.data());
-      if (label >= config_.vocabulary_size)
-        throw std::runtime_error("loss_gradients: label " + std::to_string(label) +
-                                 ", vocabulary has " + std::to_string(config_.vocabulary_size));
-      if (label < 0) {
-        line.setZero();
-        continue;
-      }
-      loss -= std::log(std::max(1e-38, static_cast<double>(p[label])));
+      loss += of_row(first + row, p.data());
       line = p;
-      line[label] -= 1.0F;
     }
     apply_transposed(head_, scores.data(), count, d_hidden + first * config_.hidden_size);
   }
@@ -228,11 +219,59 @@ void Model::head_norm_gradient(const Linear& projection, const std::vector<float
 
 double Model::loss_gradients(const std::vector<std::int32_t>& tokens, const Labels& labels,
                              const GradientObserver& observe) const {
+  const int vocabulary = config_.vocabulary_size;
+  if (tokens.empty()) throw std::runtime_error("loss_gradients: 0 tokens, at least 1 is expected");
+  // Cross-entropy: d_logits = probabilities - label.
+  const auto cross_entropy = [&](std::int64_t row, float* scores) {
+    const std::int32_t label = labels(row, scores);
+    if (label >= vocabulary)
+      throw std::runtime_error("loss_gradients: label " + std::to_string(label) +
+                               ", vocabulary has " + std::to_string(vocabulary));
+    if (label < 0) {
+      std::fill_n(scores, vocabulary, 0.0F);
+      return 0.0;
+    }
+    const double loss = -std::log(std::max(1e-38, static_cast<double>(scores[label])));
+    scores[label] -= 1.0F;
+    return loss;
+  };
+  return gradients_of(tokens, cross_entropy, observe);
+}
+
+std::vector<float> Model::forward_text(const std::vector<std::int32_t>& tokens) const {
+  const std::int64_t n = static_cast<std::int64_t>(tokens.size());
+  return forward(tokens, 0, [&](int, const Projected& rows, float* out) {
+    threads_->run(config_.num_kv_heads, [&](std::int64_t head, int) {
+      GroupAttention(n, config_, static_cast<int>(head))
+          .forward(rows.query, rows.key, rows.value, out);
+    });
+  });
+}
+
+void Model::replace_key_value(int layer, std::vector<float> key, std::vector<float> value) {
+  Layer& own = layers_.at(static_cast<std::size_t>(layer));
+  if (device_ != nullptr)
+    throw std::runtime_error("replace_key_value: the weights of layer " + std::to_string(layer) +
+                             " are on a GPU, on the CPU expected");
+  const auto check = [](const char* what, const Linear& linear, const std::vector<float>& given) {
+    if (given.size() != linear.weight.size())
+      throw std::runtime_error("replace_key_value: " + std::to_string(given.size()) +
+                               " weights of " + what + ", the layer has " +
+                               std::to_string(linear.weight.size()));
+  };
+  check("keys", own.key, key);
+  check("values", own.value, value);
+  own.key.weight = std::move(key);
+  own.value.weight = std::move(value);
+}
+
+double Model::gradients_of(const std::vector<std::int32_t>& tokens, const RowLoss& of_row,
+                           const GradientObserver& observe) const {
   const std::int64_t n = static_cast<std::int64_t>(tokens.size());
   const int hidden = config_.hidden_size;
   const float epsilon = config_.rms_norm_eps;
   const std::size_t width = static_cast<std::size_t>(n * hidden);
-  if (n == 0) throw std::runtime_error("loss_gradients: 0 tokens, at least 1 is expected");
+  if (n == 0) throw std::runtime_error("gradients_of: 0 tokens, at least 1 is expected");
   std::vector<Kept> kept(layers_.size());
   std::vector<float> last;  // the stream that leaves the last layer
   const auto for_each_group = [&](auto&& function) {
@@ -260,8 +299,8 @@ double Model::loss_gradients(const std::vector<std::int32_t>& tokens, const Labe
         in.assign(rows, rows + width);
       });
 
-  std::vector<float> d_x(width), d_normed(width);
-  const double loss = head_gradient(hidden_rows, n, labels, d_normed.data());
+  std::vector<float> d_x(width), d_normed(width), normed(width);
+  const double loss = head_gradient(hidden_rows, n, of_row, d_normed.data());
   add_rms_norm_gradient(last.data(), d_normed.data(), n, hidden, final_norm_, epsilon, d_x.data());
 
   auto [cosines, sines] = angles(0, n);
@@ -282,17 +321,18 @@ double Model::loss_gradients(const std::vector<std::int32_t>& tokens, const Labe
       rotate(d_query.data(), n, config_.num_qo_heads, cosines, sines);
       rotate(d_pre_rope_key.data(), n, config_.num_kv_heads, cosines, sines);
     }
+    rms_norm(own.in.data(), n, hidden, layer.attention_norm, epsilon, normed.data());
     observe(static_cast<int>(i), n,
             {{own.query.data(), own.key.data(), own.value.data(), own.pre_rope_key.data()},
+             normed.data(),
              d_key.data(),
              d_pre_rope_key.data(),
              d_value.data()});
     if (i > 0) {
       if (config_.head_norms) {
-        rms_norm(own.in.data(), n, hidden, layer.attention_norm, epsilon, d_normed.data());
-        head_norm_gradient(layer.query, layer.query_norm, d_normed.data(), n, config_.num_qo_heads,
+        head_norm_gradient(layer.query, layer.query_norm, normed.data(), n, config_.num_qo_heads,
                            d_query);
-        head_norm_gradient(layer.key, layer.key_norm, d_normed.data(), n, config_.num_kv_heads,
+        head_norm_gradient(layer.key, layer.key_norm, normed.data(), n, config_.num_kv_heads,
                            d_pre_rope_key);
       }
       apply_transposed(layer.query, d_query.data(), n, d_normed.data());

@@ -73,7 +73,7 @@ std::unique_ptr<KvStore> make_store(const MethodOptions& options, const Config& 
   const Method& method = find(options.method);
   const lowrankkv::Rope keys =
       options.pre_rope || method.info.pre_rope ? lowrankkv::Rope::pre : lowrankkv::Rope::post;
-  Recipe recipe{options, {}, model, calibration.of(keys), threads};
+  Recipe recipe{options, {}, model, calibration.of(keys), threads, calibration.star_kv};
   recipe.config.shape = model.cache_shape();
   recipe.config.max_tokens = max_tokens;
   recipe.config.full_type = options.storage;

@@ -81,6 +81,7 @@ struct MethodInfo {
   std::string description;
   std::vector<double> ratios;  // where the demonstrations measure it
   bool pre_rope = false;       // always stores keys before their rotary embedding
+  bool trained = false;        // needs what train-projector wrote
 };
 
 const std::vector<MethodInfo>& methods();
@@ -90,6 +91,7 @@ const MethodInfo& find_method(const std::string& name);
 /// empty.
 struct Calibration {
   std::vector<lowrankkv::calibrate::LayerMoments> post_rope, pre_rope;
+  std::vector<lowrankkv::LayerBasis> star_kv{};  ///< use_trained_weights(), if it was trained
   /// By layer, while gradients are gathered for a combined metric: the statistics of outputs.
   std::vector<lowrankkv::calibrate::CodingStatistics> post_rope_outputs{}, pre_rope_outputs{};
 

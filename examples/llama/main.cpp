@@ -25,7 +25,9 @@
 #include "lowrankkv/version.hpp"
 #include "report.hpp"
 #include "speed.hpp"
+#include "star_kv_trainer.hpp"
 #include "synthesize.hpp"
+#include "train_command.hpp"
 
 namespace {
 
@@ -35,6 +37,8 @@ struct Options {
   std::vector<std::string> methods{"OjaKV"};
   std::vector<double> ratios{0.6};
   std::vector<std::string> bases;
+  std::string trained;                         // what train-projector wrote
+  std::vector<lowrankkv::LayerBasis> star_kv;  // its maps
   std::string json;
   std::string csv;
   int threads = 2;
@@ -70,6 +74,10 @@ struct Options {
                     "of pre-RoPE keys; every method but those that choose tokens needs one")
         ->delimiter(',')
         ->check(CLI::ExistingFile);
+    app->add_option("--trained", trained,
+                    "file of train-projector: its weights of keys and values take the place of the "
+                    "model's, for every method, and StarKVTrained has its ranks")
+        ->check(CLI::ExistingFile);
     const std::map<std::string, lowrankkv::DType> types{{"f32", lowrankkv::DType::f32},
                                                         {"f16", lowrankkv::DType::f16},
                                                         {"bf16", lowrankkv::DType::bf16}};
@@ -90,37 +98,13 @@ struct Options {
                     "those of prompt and answer, but at least 2048 or the model's context if that "
                     "is less")
         ->check(CLI::PositiveNumber);
-    app->add_option("--outliers", method.outlier_share,
-                    "share of tokens at full rank because of their error (OjaKVv2, Budgeted)")
-        ->check(CLI::Range(0.0, 1.0));
-    app->add_option("--early-outliers", method.early_outliers,
-                    "so many of the first 128 tokens at full rank because of their error "
-                    "(Budgeted)")
-        ->check(CLI::Range(0, 128));
-    const std::map<std::string, int> row_bits{
-        {"8", 8}, {"16", 0}, {"choose", llama::MethodOptions::kChooseRowBits}};
-    app->add_option("--full-row-bits", method.full_row_bits, "bits of rows at full rank (Budgeted)")
-        ->transform(CLI::CheckedTransformer(row_bits))
-        ->option_text("8|16|choose: by layer [choose]");
+    add_coding(app);
     app->add_flag("--pre-rope", method.pre_rope,
                   "store keys before their rotary embedding (bases: calibrate --pre-rope-out)");
     const std::map<std::string, bool> devices{{"cpu", false}, {"cuda", true}};
     app->add_option("--device", method.on_gpu, "where the model is computed and its cache is")
         ->transform(CLI::CheckedTransformer(devices))
         ->option_text("cpu|cuda [cpu]");
-    app->add_option(
-           "--channels-together", method.channels_together,
-           "Budgeted: so many channels share a width of codes; 0: 1 on the CPU, 32 on the GPU")
-        ->check(CLI::Range(0, 256));
-    app->add_option("--widths", method.widths,
-                    "Budgeted: bits that a channel may have besides 0, ascending, separated by "
-                    "commas; default: 1,2,3,4,5,6,8 on the CPU, 2,4,8 on the GPU")
-        ->delimiter(',')
-        ->check(CLI::Range(1, 8));
-    app->add_flag(
-        "--cpu-codes", method.cpu_codes,
-        "Budgeted on the GPU: channels, widths and pages are chosen as on the CPU, so that "
-        "codes are the same; the GPU stores them in more bytes than asked for");
     app->add_flag("--centred,!--uncentred", method.centred,
                   "subtract the calibrated means, or do not, as the papers do [--centred]");
     app->add_option("--prefill-rate", method.prefill_rate, "Oja's rate on the prompt")
@@ -134,13 +118,46 @@ struct Options {
     app->add_option("--decode-rate", method.decode_rate, "Oja's rate while decoding")
         ->check(CLI::NonNegativeNumber);
   }
+  /// Which rows stay at full rank, and what codes Budgeted may choose.
+  void add_coding(CLI::App* app) {
+    app->add_option("--outliers", method.outlier_share,
+                    "share of tokens at full rank because of their error (OjaKVv2, Budgeted)")
+        ->check(CLI::Range(0.0, 1.0));
+    app->add_option("--early-outliers", method.early_outliers,
+                    "so many of the first 128 tokens at full rank because of their error "
+                    "(Budgeted)")
+        ->check(CLI::Range(0, 128));
+    const std::map<std::string, int> row_bits{
+        {"8", 8}, {"16", 0}, {"choose", llama::MethodOptions::kChooseRowBits}};
+    app->add_option("--full-row-bits", method.full_row_bits, "bits of rows at full rank (Budgeted)")
+        ->transform(CLI::CheckedTransformer(row_bits))
+        ->option_text("8|16|choose: by layer [choose]");
+    app->add_option(
+           "--channels-together", method.channels_together,
+           "Budgeted: so many channels share a width of codes; 0: 1 on the CPU, 32 on the GPU")
+        ->check(CLI::Range(0, 256));
+    app->add_option("--widths", method.widths,
+                    "Budgeted: bits that a channel may have besides 0, ascending, separated by "
+                    "commas; default: 1,2,3,4,5,6,8 on the CPU, 2,4,8 on the GPU")
+        ->delimiter(',')
+        ->check(CLI::Range(1, 8));
+    app->add_flag(
+        "--cpu-codes", method.cpu_codes,
+        "Budgeted on the GPU: channels, widths and pages are chosen as on the CPU, so that "
+        "codes are the same; the GPU stores them in more bytes than asked for");
+  }
+  llama::Calibration calibration(const llama::Engine& engine) const {
+    llama::Calibration calibration = llama::load_bases(engine, bases);
+    calibration.star_kv = star_kv;
+    return calibration;
+  }
   /// @param context  tokens at which methods that think in bytes meet their ratio
   std::vector<llama::Contender> contenders(const llama::Engine& engine, std::int64_t max_tokens,
                                            std::int64_t context) const {
     llama::MethodOptions options = method;
     if (options.context == 0) options.context = context;
     return llama::make_contenders(engine, methods, ratios, options, max_tokens,
-                                  llama::load_bases(engine, bases));
+                                  calibration(engine));
   }
 };
 
@@ -446,6 +463,13 @@ int main(int argc, char** argv) try {
                    "a second bundle, of keys before their rotary embedding, in the same pass")
       ->excludes(pre_rope_alone);
 
+  CLI::App* training = app.add_subcommand(
+      "train-projector", "ranks of keys and values, learned from a text by back-propagation");
+  llama::TrainCommand train_command;
+  options.add_model(training);
+  train_command.add(training);
+  options.add_seed(training, "which windows of the text a step sees");
+
   CLI::App* synthesize = app.add_subcommand(
       "synthesize", "fresh samples of the retrieval tasks, to tune constants on");
   llama::SynthesisOptions synthesis;
@@ -496,6 +520,8 @@ int main(int argc, char** argv) try {
                              " with --temperature 0, which draws nothing");
   if (synthesize->parsed() && words.empty()) words = llama::words_beside(llama::this_program());
   llama::Engine engine(options.model, options.threads);
+  if (!options.trained.empty())
+    options.star_kv = llama::use_trained_weights(options.trained, engine.model);
 #ifdef LOWRANKKV_LLAMA_CUDA
   if (options.method.on_gpu) engine.model.compute_on_gpu();
 #endif
@@ -536,6 +562,10 @@ int main(int argc, char** argv) try {
     calibration.forms = {pre_rope ? lowrankkv::Rope::pre : lowrankkv::Rope::post};
     if (!pre_rope_out.empty()) calibration.forms.push_back(lowrankkv::Rope::pre);
     run_calibration(engine, calibration, checkpoint, out, pre_rope_out);
+    return 0;
+  }
+  if (training->parsed()) {
+    train_command.run(engine, options.model, options.seed);
     return 0;
   }
   if (synthesize->parsed()) {
@@ -596,8 +626,7 @@ int main(int argc, char** argv) try {
                             ? llama::drawn_tokens(engine.model.config(), longest, options.seed)
                             : llama::encode_prompt(engine, llama::read_text(text));
     finish(options, llama::measure_speed_at(engine, options.methods, options.ratios, options.method,
-                                            llama::load_bases(engine, options.bases), contexts,
-                                            tokens, timing));
+                                            options.calibration(engine), contexts, tokens, timing));
     return 0;
   }
   if (prompt == "-") prompt.assign(std::istreambuf_iterator<char>(std::cin), {});

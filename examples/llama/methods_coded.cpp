@@ -2,6 +2,7 @@
 // Methods that quantise: SubSpace-G and -A, STAR-KV, and the library's own Budgeted.
 #include <algorithm>
 #include <cmath>
+#include <stdexcept>
 
 #include "lowrankkv/budgeted.hpp"
 #include "lowrankkv/calibrate/joint_values.hpp"
@@ -55,6 +56,16 @@ std::unique_ptr<KvStore> star(Recipe recipe) {
   policies.basis.keys = recipe.basis_options(1.0).policy;
   return recipe.store<StarKV<>>(star_bases(recipe, recipe.options.ratio, policies.quantizer),
                                 policies);
+}
+
+std::unique_ptr<KvStore> star_trained(Recipe recipe) {
+  if (recipe.star_kv.empty())
+    throw std::runtime_error(recipe.options.method +
+                             " needs ranks that train-projector learned; --trained names its file");
+  recipe.config.page_bytes = page_bytes(recipe);
+  StarKV<>::PolicySet policies;
+  policies.basis.keys.centred = recipe.model.attention_bias;
+  return recipe.store<StarKV<>>(recipe.star_kv, policies);
 }
 
 std::unique_ptr<KvStore> star_h2o(Recipe recipe) {
@@ -113,6 +124,13 @@ std::vector<Method> coded_methods() {
         "tokens at full rank",
         {0.2, 0.14}},
        star},
+      {{"StarKVTrained",
+        "",
+        "StarKV with the weights and ranks of each head that train-projector learned (--trained)",
+        {1.0},
+        true,
+        true},
+       star_trained},
       {{"StarKV+H2O",
         "tokens kept x rank / head_dim x 3.2 / 16",
         "StarKV on the tokens that H2O keeps",

@@ -78,9 +78,12 @@ void rms_norm(const float* in, std::int64_t rows, int width, const std::vector<f
 using StreamObserver = std::function<void(int layer, std::int64_t n, const float* rows)>;
 
 /// A layer's keys and values of a text, and the loss's gradient with respect to them, all dense
-/// [n, num_kv_heads, head_dim]; keys rotated to their positions, and as they were before.
+/// [n, num_kv_heads, head_dim]; keys rotated to their positions, and as they were before. The
+/// gradient with respect to a weight of keys (values) is that of the pre-RoPE keys (values),
+/// transposed, times `input`, unless heads have norms.
 struct RowGradients {
   Projected rows;
+  const float* input = nullptr;  // of the layer's projections, behind the norm [n, hidden_size]
   const float* key = nullptr;
   const float* pre_rope_key = nullptr;
   const float* value = nullptr;
@@ -90,6 +93,9 @@ using GradientObserver = std::function<void(int layer, std::int64_t n, const Row
 /// The label of the token behind row `row`, given the model's probabilities for it
 /// [vocabulary_size]; -1: the row has no part in the loss.
 using Labels = std::function<std::int32_t(std::int64_t row, const float* probabilities)>;
+/// The loss of row `row`, in nats. On entry `scores` are the model's probabilities for the token
+/// behind it [vocabulary_size], on return the gradient of that loss with respect to their logits.
+using RowLoss = std::function<double(std::int64_t row, float* scores)>;
 
 /// A model in memory.
 class Model {
@@ -155,6 +161,14 @@ class Model {
   /// memory: 6 rows of hidden_size a layer and token.
   double loss_gradients(const std::vector<std::int32_t>& tokens, const Labels& labels,
                         const GradientObserver& observe) const;
+  /// The same of any loss that is a sum over rows.
+  double gradients_of(const std::vector<std::int32_t>& tokens, const RowLoss& loss,
+                      const GradientObserver& observe) const;
+  /// forward() of a text from position 0 on, with exact attention and no cache.
+  std::vector<float> forward_text(const std::vector<std::int32_t>& tokens) const;
+  /// Other weights of a layer's keys and values, [num_kv_heads head_dim, hidden_size] each. Throws
+  /// std::runtime_error, and changes nothing, if they are of another size or the model is on a GPU.
+  void replace_key_value(int layer, std::vector<float> key, std::vector<float> value);
   /// Logits [n, vocabulary_size] of hidden rows [first_row, first_row + n).
   std::vector<float> logits(const std::vector<float>& hidden, std::int64_t first_row,
                             std::int64_t n) const;
@@ -164,9 +178,9 @@ class Model {
   /// out [rows, in_features] (+)= in [rows, out_features] weight.
   void apply_transposed(const Linear& linear, const float* in, std::int64_t rows, float* out,
                         bool add = false) const;
-  /// Cross-entropy of rows behind the last norm, and its gradient with respect to them, both
+  /// The loss of rows behind the last norm, and its gradient with respect to them, both
   /// [n, hidden_size].
-  double head_gradient(const std::vector<float>& hidden, std::int64_t n, const Labels& labels,
+  double head_gradient(const std::vector<float>& hidden, std::int64_t n, const RowLoss& loss,
                        float* d_hidden) const;
   /// d_x of x + mlp(norm(x)): on entry the gradient of the sum, on return that of x.
   void add_mlp_gradient(const Layer& layer, const float* x, std::int64_t n, float* d_x) const;

@@ -130,7 +130,8 @@ struct Recipe {
   const Config& model;
   const std::vector<lowrankkv::calibrate::LayerMoments>& moments;
   const std::shared_ptr<lowrankkv::cpu::ThreadPool>& threads;
-  std::vector<lowrankkv::CacheConfig> configs{};  // one a layer, where layers differ
+  const std::vector<lowrankkv::LayerBasis>& star_kv;  // Calibration::star_kv
+  std::vector<lowrankkv::CacheConfig> configs{};      // one a layer, where layers differ
 
   std::int64_t context() const { return options.context > 0 ? options.context : config.max_tokens; }
   /// Per-head bases at one ratio, of the rows and in the metric that the options name.

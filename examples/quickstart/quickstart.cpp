@@ -77,7 +77,7 @@ void prepare_nano(Job& job, const llama::Engine& engine, const std::string& data
   // Of the baselines that only quantise, those of 4 bits: all eight would take minutes more.
   const std::set<std::string> left_out{"Q8_0", "Fp8", "TurboQuant3", "TurboQuant2", "Kivi2"};
   for (const llama::MethodInfo& info : llama::methods()) {
-    if (!left_out.contains(info.name)) names.push_back(info.name);
+    if (!info.trained && !left_out.contains(info.name)) names.push_back(info.name);
   }
   job.contenders = llama::make_contenders(engine, names, {}, {.context = 1024},
                                           config.max_positions, job.calibration);
