@@ -162,7 +162,7 @@ class Model {
   double loss_gradients(const std::vector<std::int32_t>& tokens, const Labels& labels,
                         const GradientObserver& observe) const;
   /// The same of any loss that is a sum over rows.
-  double gradients_of(const std::vector<std::int32_t>& tokens, const RowLoss& loss,
+  double gradients_of(const std::vector<std::int32_t>& tokens, const RowLoss& of_row,
                       const GradientObserver& observe) const;
   /// forward() of a text from position 0 on, with exact attention and no cache.
   std::vector<float> forward_text(const std::vector<std::int32_t>& tokens) const;
@@ -180,7 +180,7 @@ class Model {
                         bool add = false) const;
   /// The loss of rows behind the last norm, and its gradient with respect to them, both
   /// [n, hidden_size].
-  double head_gradient(const std::vector<float>& hidden, std::int64_t n, const RowLoss& loss,
+  double head_gradient(const std::vector<float>& hidden, std::int64_t n, const RowLoss& of_row,
                        float* d_hidden) const;
   /// d_x of x + mlp(norm(x)): on entry the gradient of the sum, on return that of x.
   void add_mlp_gradient(const Layer& layer, const float* x, std::int64_t n, float* d_x) const;
