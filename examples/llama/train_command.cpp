@@ -57,6 +57,22 @@ void print_ranks(const train::StarKvTraining& training) {
   }
 }
 
+/// The same as a CSV file: a line a block; protected layers have none.
+void write_ranks(const train::StarKvTraining& training, const std::string& path) {
+  std::ofstream file(path);
+  file << "layer,part,block,rank,channels\n";
+  for (int i = 0; i < training.num_layers(); ++i) {
+    const auto write = [&](const char* part, const train::StarKvProjection& projection) {
+      for (std::size_t block = 0; block < projection.blocks.size(); ++block)
+        file << i << ',' << part << ',' << block << ',' << projection.blocks[block].rank() << ','
+             << projection.blocks[block].left.rows() << '\n';
+    };
+    write("keys", training.layer(i).keys);
+    write("values", training.layer(i).values);
+  }
+  if (!file.flush()) throw std::runtime_error("cannot write " + path);
+}
+
 std::vector<int> protected_layers(const std::string& given, int num_layers) {
   if (given == "paper") return train::paper_protected_layers(num_layers);
   std::vector<int> layers;
@@ -91,6 +107,7 @@ void TrainCommand::add(CLI::App* app) {
   number("--method", method_, "what is learned")->check(CLI::IsMember({"StarKV"}));
   number("--out", out_, "file of the trained factors, for --trained");
   app->add_option("--log", log_, "CSV file: a line a step");
+  app->add_option("--ranks", ranks_, "CSV file: the ranks of every layer and block at the end");
   CLI::Option* checkpoint = app->add_option(
       "--checkpoint", checkpoint_,
       "file that is written between steps: a run that was stopped, started again with the same "
@@ -183,6 +200,7 @@ void TrainCommand::run(const Engine& engine, const std::string& folder, std::uin
   write_whole(trainer.written(), out_);
   if (!checkpoint_.empty()) std::filesystem::remove(checkpoint_);
   print_ranks(trainer.training());
+  if (!ranks_.empty()) write_ranks(trainer.training(), ranks_);
   std::printf("wrote %s: %.4f of the keys' rank, %.4f of the values', %lld steps\n", out_.c_str(),
               trainer.training().kept_keys(), trainer.training().kept_values(),
               static_cast<long long>(trainer.training().progress().step));

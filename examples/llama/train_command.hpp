@@ -24,7 +24,7 @@ class TrainCommand {
 
  private:
   std::vector<std::string> texts_;
-  std::string method_ = "StarKV", out_ = "star_kv.safetensors", log_, checkpoint_;
+  std::string method_ = "StarKV", out_ = "star_kv.safetensors", log_, ranks_, checkpoint_;
   double checkpoint_pause_ = 30.0;
   std::string protect_ = "paper";
   bool joint_keys_ = false, head_wise_values_ = false, thresholds_follow_ = false;
