@@ -174,7 +174,7 @@ TEST_CASE("layers of a stack on the device: as layers alone") {
     CHECK(answers(stack, copied, query) == original);
     std::vector<std::byte> saved(stack.save_bytes(1));
     CHECK(stack.save(1, saved) == saved.size());
-    Stack other(model.config, model.bases(), model.policies);
+    Stack other(configs, model.bases(), model.policies);
     other.load(9, saved);
     CHECK(answers(other, loaded, query) == original);
     // Tokens are removed from a copy, none from the original; what is left is what a cache has that
