@@ -124,6 +124,15 @@ class GroupAttention {
   int kv_head_;
 };
 
+// Calls f(GroupAttention) for every KV head of a layer, on all threads.
+template <class Function>
+void for_each_group(lowrankkv::cpu::ThreadPool& threads, std::int64_t n, const Config& config,
+                    Function&& f) {
+  threads.run(config.num_kv_heads, [&](std::int64_t head, int) {
+    f(GroupAttention(n, config, static_cast<int>(head)));
+  });
+}
+
 // What the backward pass needs of a layer's forward pass.
 struct Kept {
   std::vector<float> in, middle;  // residual stream before attention, and behind it
@@ -241,9 +250,8 @@ double Model::loss_gradients(const std::vector<std::int32_t>& tokens, const Labe
 std::vector<float> Model::forward_text(const std::vector<std::int32_t>& tokens) const {
   const std::int64_t n = static_cast<std::int64_t>(tokens.size());
   return forward(tokens, 0, [&](int, const Projected& rows, float* out) {
-    threads_->run(config_.num_kv_heads, [&](std::int64_t head, int) {
-      GroupAttention(n, config_, static_cast<int>(head))
-          .forward(rows.query, rows.key, rows.value, out);
+    for_each_group(*threads_, n, config_, [&](const GroupAttention& group) {
+      group.forward(rows.query, rows.key, rows.value, out);
     });
   });
 }
@@ -274,18 +282,13 @@ double Model::gradients_of(const std::vector<std::int32_t>& tokens, const RowLos
   if (n == 0) throw std::runtime_error("gradients_of: 0 tokens, at least 1 is expected");
   std::vector<Kept> kept(layers_.size());
   std::vector<float> last;  // the stream that leaves the last layer
-  const auto for_each_group = [&](auto&& function) {
-    threads_->run(config_.num_kv_heads, [&](std::int64_t head, int) {
-      function(GroupAttention(n, config_, static_cast<int>(head)));
-    });
-  };
 
   const std::vector<float> hidden_rows = forward(
       tokens, 0,
       [&](int layer, const Projected& rows, float* out) {
         Kept& own = kept[static_cast<std::size_t>(layer)];
         own.keep(rows, n, config_);
-        for_each_group([&](const GroupAttention& group) {
+        for_each_group(*threads_, n, config_, [&](const GroupAttention& group) {
           group.forward(rows.query, rows.key, rows.value, out);
         });
         own.attended.assign(out, out + own.query.size());
@@ -312,7 +315,7 @@ double Model::gradients_of(const std::vector<std::int32_t>& tokens, const RowLos
     std::vector<float> d_attended(own.query.size()), d_query(d_attended.size());
     std::vector<float> d_key(own.key.size()), d_value(d_key.size());
     apply_transposed(layer.output, d_x.data(), n, d_attended.data());
-    for_each_group([&](const GroupAttention& group) {
+    for_each_group(*threads_, n, config_, [&](const GroupAttention& group) {
       group.backward(own.query.data(), own.key.data(), own.value.data(), own.attended.data(),
                      d_attended.data(), d_query.data(), d_key.data(), d_value.data());
     });

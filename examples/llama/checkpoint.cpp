@@ -202,6 +202,16 @@ lowrankkv::io::SafetensorsWriter Checkpoint::written(const CalibrationPlace& pla
   return writer;
 }
 
+void write_whole(const lowrankkv::io::SafetensorsWriter& file, const std::string& path) {
+  const std::string beside = path + ".part";
+  file.write(beside);
+  std::error_code error;
+  std::filesystem::rename(beside, path, error);
+  if (error)
+    throw std::runtime_error("checkpoint: cannot rename " + beside + " to " + path + ": " +
+                             error.message());
+}
+
 std::vector<std::byte> Checkpoint::bytes(const CalibrationPlace& place,
                                          const Calibration& calibration) const {
   return written(place, calibration).bytes();
@@ -209,13 +219,7 @@ std::vector<std::byte> Checkpoint::bytes(const CalibrationPlace& place,
 
 void Checkpoint::save(const CalibrationPlace& place, const Calibration& calibration, bool always) {
   if (!always && std::chrono::duration<double>(Clock::now() - saved_).count() < pause_) return;
-  const std::string beside = path_ + ".part";
-  written(place, calibration).write(beside);
-  std::error_code error;
-  std::filesystem::rename(beside, path_, error);
-  if (error)
-    throw std::runtime_error("checkpoint: cannot rename " + beside + " to " + path_ + ": " +
-                             error.message());
+  write_whole(written(place, calibration), path_);
   saved_ = Clock::now();
   if (on_saved) on_saved();
 }

@@ -25,6 +25,10 @@ struct CalibrationPlace {
   std::mt19937_64 random{1};
 };
 
+/// Writes a file beside its name and renames it, so that there is a whole one at any time. Throws
+/// lowrankkv::FormatError or std::runtime_error if that fails.
+void write_whole(const lowrankkv::io::SafetensorsWriter& file, const std::string& path);
+
 /// The file of a calibration. It is written beside its name and renamed, so that there is a whole
 /// one at any time.
 class Checkpoint {

@@ -102,6 +102,7 @@ StarKvTrainer::StarKvTrainer(const Model& teacher, Model& student, std::vector<s
     const std::size_t count = training_.is_protected(i) ? 0 : count_of(training_.layer(i));
     moments_.push_back({std::vector<double>(count, 0.0), std::vector<double>(count, 0.0)});
   }
+  job_ = job();
 }
 
 std::vector<std::int32_t> StarKvTrainer::window(int index) const {
@@ -180,7 +181,8 @@ std::vector<train::StarKvLayer> StarKvTrainer::gradients(TrainStep& step) {
   return gradients;
 }
 
-train::StarKvLayer StarKvTrainer::change(int layer, const Layer& gradient, double scale) {
+train::StarKvLayer StarKvTrainer::change(int layer, const Layer& gradient, double scale,
+                                         Moments& moments) const {
   constexpr double kFirst = 0.9, kSecond = 0.999, kEpsilon = 1e-8;
   const auto step = static_cast<double>(training_.progress().step + 1);
   const double total =
@@ -191,7 +193,6 @@ train::StarKvLayer StarKvTrainer::change(int layer, const Layer& gradient, doubl
                                                   (1.0 + std::cos(std::numbers::pi * step / total));
   const double first_part = 1.0 - std::pow(kFirst, step),
                second_part = 1.0 - std::pow(kSecond, step);
-  Moments& moments = moments_[static_cast<std::size_t>(layer)];
   Layer result = training_.layer(layer);  // its numbers, then their change
   std::size_t at = 0;
   for_each_number(result, gradient, [&](double& number, double slope, bool threshold) {
@@ -221,10 +222,16 @@ TrainStep StarKvTrainer::step() {
   const double scale = options_.clip > 0.0 && step.gradient_norm > options_.clip
                            ? options_.clip / step.gradient_norm
                            : 1.0;
-  for (int i = 0; i < training_.num_layers(); ++i)
-    if (!training_.is_protected(i))
-      training_.move(i, change(i, all[static_cast<std::size_t>(i)], scale));
-  training_.finish_step();
+  train::StarKvTraining training = training_;
+  std::vector<Moments> moments = moments_;
+  for (int i = 0; i < training.num_layers(); ++i) {
+    if (training.is_protected(i)) continue;
+    const auto layer = static_cast<std::size_t>(i);
+    training.move(i, change(i, all[layer], scale, moments[layer]));
+  }
+  training.finish_step();
+  training_ = std::move(training);
+  moments_ = std::move(moments);
   step.kept_keys = training_.kept_keys();
   step.kept_values = training_.kept_values();
   return step;
@@ -247,7 +254,7 @@ std::map<std::string, std::string> StarKvTrainer::job() const {
 }
 
 lowrankkv::io::SafetensorsWriter StarKvTrainer::written() const {
-  lowrankkv::io::SafetensorsWriter writer = train::write_star_kv(training_, job());
+  lowrankkv::io::SafetensorsWriter writer = train::write_star_kv(training_, job_);
   for (std::size_t i = 0; i < moments_.size(); ++i) {
     if (moments_[i].first.empty()) continue;
     const auto count = static_cast<std::int64_t>(moments_[i].first.size());
@@ -260,7 +267,7 @@ lowrankkv::io::SafetensorsWriter StarKvTrainer::written() const {
 void StarKvTrainer::restore(const lowrankkv::io::Safetensors& file) {
   using lowrankkv::detail::fail;
   const auto& entries = file.metadata();
-  for (const auto& [name, value] : job()) {
+  for (const auto& [name, value] : job_) {
     const auto entry = entries.find(name);
     const std::string found = entry == entries.end() ? "nothing" : entry->second;
     if (found != value)

@@ -55,7 +55,8 @@ class StarKvTrainer {
   /// The gradients of the objective at the next step's batch, one a layer, empty where a layer is
   /// protected. Fills in divergence, objective and step.
   std::vector<lowrankkv::train::StarKvLayer> gradients(TrainStep& step);
-  /// One step. Throws lowrankkv::StateError if training is finished.
+  /// One step. Throws lowrankkv::StateError if training is finished, lowrankkv::ValueError if it
+  /// leads to numbers that are not finite; the training and the optimiser have not changed then.
   TrainStep step();
   bool finished() const {
     return training_.progress().phase == lowrankkv::train::StarKvPhase::finished;
@@ -79,7 +80,7 @@ class StarKvTrainer {
   std::vector<std::int32_t> window(int index) const;
   std::map<std::string, std::string> job() const;
   /// The optimiser's step of a layer. @param scale  of the gradient, by clipping
-  Layer change(int layer, const Layer& gradient, double scale);
+  Layer change(int layer, const Layer& gradient, double scale, Moments& moments) const;
 
   const Model& teacher_;
   Model& student_;
@@ -87,6 +88,7 @@ class StarKvTrainer {
   TrainOptions options_;
   lowrankkv::train::StarKvTraining training_;
   std::vector<Moments> moments_;
+  std::map<std::string, std::string> job_;  // what the run is of, by name
 };
 
 /// The model's weights of keys and values become those that a training file truncates to, in all

@@ -9,6 +9,7 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "checkpoint.hpp"
 #include "lowrankkv/train/star_kv_state.hpp"
 #include "progress.hpp"
 
@@ -31,12 +32,6 @@ std::string log_until(const std::string& path, std::int64_t step) {
   while (std::getline(file, line))
     if (std::strtoll(line.c_str(), nullptr, 10) <= step) kept += line + "\n";
   return kept;
-}
-
-/// Written beside its name and renamed: there is a whole file at any time.
-void write_whole(const lowrankkv::io::SafetensorsWriter& writer, const std::string& path) {
-  writer.write(path + ".tmp");
-  std::filesystem::rename(path + ".tmp", path);
 }
 
 /// Ranks of every layer: of each head's keys, and of the values.

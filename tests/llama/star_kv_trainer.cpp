@@ -294,6 +294,18 @@ TEST_CASE("thresholds rise until the shares are met; then the truncated model is
                        doctest::Contains("train.model: the file has "), lowrankkv::ValueError);
 }
 
+TEST_CASE("a step that leads to numbers that are not finite changes nothing") {
+  Pair pair;
+  TrainOptions options = options_of(3);
+  options.rate = 1e308;
+  options.weight_decay = 1e3;
+  StarKvTrainer trainer(*pair.teacher, *pair.student, kIds, options);
+  const std::vector<std::byte> before = bytes_of(trainer);
+  CHECK_THROWS_AS(trainer.step(), lowrankkv::ValueError);
+  CHECK(bytes_of(trainer) == before);
+  CHECK(trainer.training().progress().step == 0);
+}
+
 TEST_CASE("what cannot be trained says why") {
   Pair pair;
   const auto message_of = [&](const std::function<void(TrainOptions&)>& change,
