@@ -16,7 +16,7 @@ declare -A parts=(
   [headers]="every header compiles alone, CUDA headers too; misuse of a policy gives one readable line; clang-tidy over everything"
   [packages]="consumers: CMake, pkg-config, Conan; the reference of every header"
   [architectures]="every kernel that a preset can reach, assembled for sm_80 and sm_90; the CUDA tests read for compute_80; Release builds of examples and benchmarks"
-  [fuzz]="fuzz targets: 20 seconds for each reader of files that are not trusted, under sanitizers"
+  [fuzz]="fuzz targets: 10 seconds for each reader of files that are not trusted, under sanitizers"
   [random]="the kernel tests that run emulated and that the check leaves out, and long random operation sequences"
 )
 order=(packages sanitizers headers architectures fuzz random)
@@ -121,7 +121,7 @@ part_architectures() {  # nothing of CUDA runs here but what is host code; with 
 
 part_fuzz() {  # LOWRANKKV_FUZZ_SECONDS=600: longer
   install_dependencies "${build_packages[@]}" clang libclang-rt-dev python3 doctest-dev
-  build check-fuzz -DCMAKE_CXX_COMPILER=clang++ -DLOWRANKKV_NATIVE=OFF -DLOWRANKKV_TESTS=fuzz -DLOWRANKKV_BUILD_EXAMPLES=OFF -DCMAKE_CXX_FLAGS_RELEASE=-O1 -DLOWRANKKV_SANITIZE=address,undefined "${cuda[@]}" "-DLOWRANKKV_FUZZ_SECONDS=${LOWRANKKV_FUZZ_SECONDS:-20}"
+  build check-fuzz -DCMAKE_CXX_COMPILER=clang++ -DLOWRANKKV_NATIVE=OFF -DLOWRANKKV_TESTS=fuzz -DLOWRANKKV_BUILD_EXAMPLES=OFF -DCMAKE_CXX_FLAGS_RELEASE=-O1 -DLOWRANKKV_SANITIZE=address,undefined "${cuda[@]}" "-DLOWRANKKV_FUZZ_SECONDS=${LOWRANKKV_FUZZ_SECONDS:-10}"
   run_tests check-fuzz
 }
 

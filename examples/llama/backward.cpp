@@ -40,8 +40,8 @@ void add_rms_norm_gradient(const float* x, const float* d_y, std::int64_t rows, 
 using HeadRows = Eigen::Map<RowMajor, 0, Eigen::OuterStride<>>;
 using ConstHeadRows = Eigen::Map<const RowMajor, 0, Eigen::OuterStride<>>;
 
-// Causal attention of one KV head's group of query heads, a block of queries at a time.
-class GroupAttention {
+// Causal attention of one query head over the rows of its KV head, a block of queries at a time.
+class HeadAttention {
   float scale() const { return 1.0F / std::sqrt(static_cast<float>(config_.head_dim)); }
   template <class Real>
   auto of_head(Real* rows, int head, int heads) const {
@@ -53,23 +53,21 @@ class GroupAttention {
   }
   template <class Real>
   auto of_kv(Real* rows) const {
-    return of_head(rows, kv_head_, config_.num_kv_heads);
+    const int group = config_.num_qo_heads / config_.num_kv_heads;
+    return of_head(rows, head_ / group, config_.num_kv_heads);
   }
   template <class Real>
-  auto of_query(Real* rows, int head) const {
-    return of_head(rows, head, config_.num_qo_heads);
+  auto of_query(Real* rows) const {
+    return of_head(rows, head_, config_.num_qo_heads);
   }
-  /// Calls f(query head, first, count, seen) for blocks of queries [first, first + count), which
-  /// see rows [0, seen).
+  /// Calls f(first, count, seen) for blocks of queries [first, first + count), which see rows
+  /// [0, seen).
   template <class Function>
   void for_each_block(Function&& f) const {
     constexpr std::int64_t kQueries = 128;
-    const int group = config_.num_qo_heads / config_.num_kv_heads;
-    for (int head = kv_head_ * group; head < (kv_head_ + 1) * group; ++head) {
-      for (std::int64_t first = 0; first < n_; first += kQueries) {
-        const std::int64_t count = std::min(kQueries, n_ - first);
-        f(head, first, count, first + count);
-      }
+    for (std::int64_t first = 0; first < n_; first += kQueries) {
+      const std::int64_t count = std::min(kQueries, n_ - first);
+      f(first, count, first + count);
     }
   }
   RowMajor softmax(const ConstHeadRows& query, const ConstHeadRows& key, std::int64_t first,
@@ -85,35 +83,36 @@ class GroupAttention {
   }
 
  public:
-  GroupAttention(std::int64_t n, const Config& config, int kv_head)
-      : n_(n), config_(config), kv_head_(kv_head) {}
+  HeadAttention(std::int64_t n, const Config& config, int head)
+      : n_(n), config_(config), head_(head) {}
 
   void forward(const float* query, const float* key, const float* value, float* out) const {
-    const ConstHeadRows k = of_kv(key), v = of_kv(value);
-    for_each_block([&](int head, std::int64_t first, std::int64_t count, std::int64_t seen) {
-      const RowMajor weights = softmax(of_query(query, head), k, first, count, seen);
-      of_query(out, head).middleRows(first, count).noalias() = weights * v.topRows(seen);
+    const ConstHeadRows q = of_query(query), k = of_kv(key), v = of_kv(value);
+    for_each_block([&](std::int64_t first, std::int64_t count, std::int64_t seen) {
+      const RowMajor weights = softmax(q, k, first, count, seen);
+      of_query(out).middleRows(first, count).noalias() = weights * v.topRows(seen);
     });
   }
 
-  /// d_query, d_key and d_value of d_out; o are the outputs. d_key and d_value are set.
+  /// d_query, and this head's share of d_key and d_value [n, num_qo_heads, head_dim], of d_out; out
+  /// are the outputs. All three are set.
   void backward(const float* query, const float* key, const float* value, const float* out,
                 const float* d_out, float* d_query, float* d_key, float* d_value) const {
-    const ConstHeadRows k = of_kv(key), v = of_kv(value);
-    HeadRows d_k = of_kv(d_key), d_v = of_kv(d_value);
+    const ConstHeadRows queries = of_query(query), k = of_kv(key), v = of_kv(value);
+    HeadRows d_k = of_query(d_key), d_v = of_query(d_value);
     d_k.setZero();
     d_v.setZero();
-    for_each_block([&](int head, std::int64_t first, std::int64_t count, std::int64_t seen) {
-      const auto q = of_query(query, head).middleRows(first, count);
-      const auto o = of_query(out, head).middleRows(first, count);
-      const auto d_o = of_query(d_out, head).middleRows(first, count);
-      const RowMajor weights = softmax(of_query(query, head), k, first, count, seen);
+    for_each_block([&](std::int64_t first, std::int64_t count, std::int64_t seen) {
+      const auto q = queries.middleRows(first, count);
+      const auto o = of_query(out).middleRows(first, count);
+      const auto d_o = of_query(d_out).middleRows(first, count);
+      const RowMajor weights = softmax(queries, k, first, count, seen);
       d_v.topRows(seen).noalias() += weights.transpose() * d_o;
       // Softmax: d_logit = p (d_p - sum p d_p), and sum p d_p = o d_o.
       RowMajor d_logits = d_o * v.topRows(seen).transpose();
       d_logits.colwise() -= Eigen::VectorXf(o.cwiseProduct(d_o).rowwise().sum());
       d_logits.array() *= weights.array() * scale();
-      of_query(d_query, head).middleRows(first, count).noalias() = d_logits * k.topRows(seen);
+      of_query(d_query).middleRows(first, count).noalias() = d_logits * k.topRows(seen);
       d_k.topRows(seen).noalias() += d_logits.transpose() * q;
     });
   }
@@ -121,16 +120,34 @@ class GroupAttention {
  private:
   std::int64_t n_;
   const Config& config_;
-  int kv_head_;
+  int head_;
 };
 
-// Calls f(GroupAttention) for every KV head of a layer, on all threads.
+// Calls f(HeadAttention) for every query head of a layer, on all threads.
 template <class Function>
-void for_each_group(lowrankkv::cpu::ThreadPool& threads, std::int64_t n, const Config& config,
-                    Function&& f) {
-  threads.run(config.num_kv_heads, [&](std::int64_t head, int) {
-    f(GroupAttention(n, config, static_cast<int>(head)));
+void for_each_head(lowrankkv::cpu::ThreadPool& threads, std::int64_t n, const Config& config,
+                   Function&& f) {
+  threads.run(config.num_qo_heads,
+              [&](std::int64_t head, int) { f(HeadAttention(n, config, static_cast<int>(head))); });
+}
+
+// Rows of every query head [n, num_qo_heads, head_dim], summed over the heads of each group, in
+// their order: [n, num_kv_heads, head_dim].
+std::vector<float> sum_of_groups(lowrankkv::cpu::ThreadPool& threads, const Config& config,
+                                 const std::vector<float>& rows, std::int64_t n) {
+  const int dim = config.head_dim, group = config.num_qo_heads / config.num_kv_heads;
+  std::vector<float> sums(rows.size() / static_cast<std::size_t>(group));
+  threads.run(n, [&](std::int64_t row, int) {
+    const Eigen::Map<const RowMajor> in(rows.data() + row * config.num_qo_heads * dim,
+                                        config.num_qo_heads, dim);
+    Eigen::Map<RowMajor> out(sums.data() + row * config.num_kv_heads * dim, config.num_kv_heads,
+                             dim);
+    for (int head = 0; head < config.num_kv_heads; ++head) {
+      out.row(head) = in.row(head * group);
+      for (int i = 1; i < group; ++i) out.row(head) += in.row(head * group + i);
+    }
   });
+  return sums;
 }
 
 // What the backward pass needs of a layer's forward pass.
@@ -169,32 +186,47 @@ void Model::apply_transposed(const Linear& linear, const float* in, std::int64_t
   const ConstRows w(weight.data(), out_features, in_features);
   const ConstRows y(in, rows, out_features);
   Rows x(out, rows, in_features);
-  constexpr std::int64_t kRows = 64;
-  threads_->run((rows + kRows - 1) / kRows, [&](std::int64_t task, int) {
-    const std::int64_t first = task * kRows, count = std::min(kRows, rows - first);
-    if (!add) x.middleRows(first, count).setZero();
-    x.middleRows(first, count).noalias() += y.middleRows(first, count) * w;
+  // Many rows: blocks of rows. Few: blocks of columns, which read a part of the weights each.
+  constexpr std::int64_t kRows = 64, kColumns = 64;
+  const bool by_rows = rows >= 4 * kRows;
+  const std::int64_t size = by_rows ? rows : in_features, step = by_rows ? kRows : kColumns;
+  threads_->run((size + step - 1) / step, [&](std::int64_t task, int) {
+    const std::int64_t first = task * step, count = std::min(step, size - first);
+    auto block = by_rows ? x.block(first, 0, count, in_features) : x.block(0, first, rows, count);
+    if (!add) block.setZero();
+    if (by_rows)
+      block.noalias() += y.middleRows(first, count) * w;
+    else
+      block.noalias() += y * w.middleCols(first, count);
   });
 }
 
 double Model::head_gradient(const std::vector<float>& hidden, std::int64_t n, const RowLoss& of_row,
                             float* d_hidden) const {
   // A few rows of logits at a time.
-  constexpr std::int64_t kRows = 64;
+  constexpr std::int64_t kRows = 128;
+  const std::int64_t hidden_size = config_.hidden_size, vocabulary = config_.vocabulary_size;
+  std::vector<float> scores(static_cast<std::size_t>(std::min(n, kRows) * vocabulary));
+  // Aligned memory for a row, so that where the scores lie does not change a bit.
+  std::vector<Eigen::ArrayXf> aligned(static_cast<std::size_t>(threads_->num_threads()));
   double loss = 0.0;
-  Eigen::ArrayXf p;  // aligned: where the scores lie does not change a bit
   for (std::int64_t first = 0; first < n; first += kRows) {
     const std::int64_t count = std::min(kRows, n - first);
-    std::vector<float> scores = logits(hidden, first, count);
-    for (std::int64_t row = 0; row < count; ++row) {
-      Eigen::Map<Eigen::ArrayXf> line(scores.data() + row * config_.vocabulary_size,
-                                      config_.vocabulary_size);
+    apply(head_, hidden.data() + first * hidden_size, count, scores.data());
+    threads_->run(count, [&](std::int64_t row, int thread) {
+      Eigen::ArrayXf& p = aligned[static_cast<std::size_t>(thread)];
+      Eigen::Map<Eigen::ArrayXf> line(scores.data() + row * vocabulary, vocabulary);
       p = (line - line.maxCoeff()).exp();
-      p /= p.sum();
+      line = p / p.sum();
+    });
+    Eigen::ArrayXf& p = aligned.front();
+    for (std::int64_t row = 0; row < count; ++row) {
+      Eigen::Map<Eigen::ArrayXf> line(scores.data() + row * vocabulary, vocabulary);
+      p = line;
       loss += of_row(first + row, p.data());
       line = p;
     }
-    apply_transposed(head_, scores.data(), count, d_hidden + first * config_.hidden_size);
+    apply_transposed(head_, scores.data(), count, d_hidden + first * hidden_size);
   }
   return loss;
 }
@@ -250,8 +282,8 @@ double Model::loss_gradients(const std::vector<std::int32_t>& tokens, const Labe
 std::vector<float> Model::forward_text(const std::vector<std::int32_t>& tokens) const {
   const std::int64_t n = static_cast<std::int64_t>(tokens.size());
   return forward(tokens, 0, [&](int, const Projected& rows, float* out) {
-    for_each_group(*threads_, n, config_, [&](const GroupAttention& group) {
-      group.forward(rows.query, rows.key, rows.value, out);
+    for_each_head(*threads_, n, config_, [&](const HeadAttention& head) {
+      head.forward(rows.query, rows.key, rows.value, out);
     });
   });
 }
@@ -288,8 +320,8 @@ double Model::gradients_of(const std::vector<std::int32_t>& tokens, const RowLos
       [&](int layer, const Projected& rows, float* out) {
         Kept& own = kept[static_cast<std::size_t>(layer)];
         own.keep(rows, n, config_);
-        for_each_group(*threads_, n, config_, [&](const GroupAttention& group) {
-          group.forward(rows.query, rows.key, rows.value, out);
+        for_each_head(*threads_, n, config_, [&](const HeadAttention& head) {
+          head.forward(rows.query, rows.key, rows.value, out);
         });
         own.attended.assign(out, out + own.query.size());
       },
@@ -313,12 +345,14 @@ double Model::gradients_of(const std::vector<std::int32_t>& tokens, const RowLos
     Kept& own = kept[i];
     add_mlp_gradient(layer, own.middle.data(), n, d_x.data());
     std::vector<float> d_attended(own.query.size()), d_query(d_attended.size());
-    std::vector<float> d_key(own.key.size()), d_value(d_key.size());
+    std::vector<float> d_keys(own.query.size()), d_values(own.query.size());
     apply_transposed(layer.output, d_x.data(), n, d_attended.data());
-    for_each_group(*threads_, n, config_, [&](const GroupAttention& group) {
-      group.backward(own.query.data(), own.key.data(), own.value.data(), own.attended.data(),
-                     d_attended.data(), d_query.data(), d_key.data(), d_value.data());
+    for_each_head(*threads_, n, config_, [&](const HeadAttention& head) {
+      head.backward(own.query.data(), own.key.data(), own.value.data(), own.attended.data(),
+                    d_attended.data(), d_query.data(), d_keys.data(), d_values.data());
     });
+    const std::vector<float> d_key = sum_of_groups(*threads_, config_, d_keys, n);
+    const std::vector<float> d_value = sum_of_groups(*threads_, config_, d_values, n);
     std::vector<float> d_pre_rope_key = d_key;
     if (config_.rotates(static_cast<int>(i))) {
       rotate(d_query.data(), n, config_.num_qo_heads, cosines, sines);
