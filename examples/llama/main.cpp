@@ -76,7 +76,7 @@ struct Options {
         ->check(CLI::ExistingFile);
     app->add_option("--trained", trained,
                     "file of train-projector: its weights of keys and values take the place of the "
-                    "model's, for every method, and StarKVTrained has its ranks")
+                    "model's, for every method, and StarKV has its ranks")
         ->check(CLI::ExistingFile);
     const std::map<std::string, lowrankkv::DType> types{{"f32", lowrankkv::DType::f32},
                                                         {"f16", lowrankkv::DType::f16},
@@ -120,6 +120,13 @@ struct Options {
   }
   /// Which rows stay at full rank, and what codes Budgeted may choose.
   void add_coding(CLI::App* app) {
+    app->add_option("--sinks", method.sinks,
+                    "first tokens at full rank, for the methods that keep some with --recent last "
+                    "ones (StarKV and SubSpaceA: none of either in their papers)")
+        ->check(CLI::NonNegativeNumber);
+    app->add_option("--recent", method.recent,
+                    "last tokens at full rank, beside those that wait for a flush")
+        ->check(CLI::NonNegativeNumber);
     app->add_option("--outliers", method.outlier_share,
                     "share of tokens at full rank because of their error (OjaKVv2, Budgeted)")
         ->check(CLI::Range(0.0, 1.0));

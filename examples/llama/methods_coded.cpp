@@ -31,6 +31,7 @@ std::unique_ptr<KvStore> subspace_g(Recipe recipe) {
 std::unique_ptr<KvStore> subspace_a(Recipe recipe) {
   recipe.config.page_bytes = page_bytes(recipe);
   SubSpaceA<>::PolicySet policies;
+  recipe.use_window(policies.token_policy);
   policies.basis = recipe.basis_options(1.0).policy;
   std::vector<LayerBasis> bases = recipe.bases(std::min(1.0, recipe.options.ratio * 16.0 / 8.0));
   for (std::size_t layer = 0; layer < bases.size(); ++layer)
@@ -54,6 +55,7 @@ std::unique_ptr<KvStore> star(Recipe recipe) {
   recipe.config.page_bytes = page_bytes(recipe);
   StarKV<>::PolicySet policies;
   policies.basis.keys = recipe.basis_options(1.0).policy;
+  recipe.use_window(policies.token_policy);
   return recipe.store<StarKV<>>(star_bases(recipe, recipe.options.ratio, policies.quantizer),
                                 policies);
 }
@@ -61,10 +63,12 @@ std::unique_ptr<KvStore> star(Recipe recipe) {
 std::unique_ptr<KvStore> star_trained(Recipe recipe) {
   if (recipe.star_kv.empty())
     throw std::runtime_error(recipe.options.method +
-                             " needs ranks that train-projector learned; --trained names its file");
+                             " needs ranks that train-projector learned; --trained names its file "
+                             "(StarKVStatic has ranks from activations)");
   recipe.config.page_bytes = page_bytes(recipe);
   StarKV<>::PolicySet policies;
   policies.basis.keys.centred = recipe.model.attention_bias;
+  recipe.use_window(policies.token_policy);
   return recipe.store<StarKV<>>(recipe.star_kv, policies);
 }
 
@@ -72,6 +76,7 @@ std::unique_ptr<KvStore> star_h2o(Recipe recipe) {
   recipe.config.page_bytes = page_bytes(recipe);
   StarKVH2O<>::PolicySet policies;
   policies.basis.keys = recipe.basis_options(1.0).policy;
+  recipe.use_window(policies.token_policy.get<SinkRecent>());
   const double keep = std::min(1.0, std::sqrt(5.0 * recipe.options.ratio));
   policies.token_policy.get<HeavyHitters>().keep = static_cast<float>(keep);
   return recipe.store<StarKVH2O<>>(
@@ -84,6 +89,7 @@ std::unique_ptr<KvStore> budgeted(Recipe recipe) {
   options.ratio = recipe.options.ratio;
   options.context = recipe.context();
   options.full_type = recipe.options.storage;
+  recipe.use_window(options);
   static_assert(MethodOptions::kChooseRowBits == calibrate::BudgetOptions::kChooseBits);
   options.full_row_bits = recipe.options.full_row_bits;
   if (recipe.options.on_gpu && !recipe.options.cpu_codes) options.for_cuda();
@@ -118,22 +124,23 @@ std::vector<Method> coded_methods() {
         "in 8 bits",
         {0.4, 0.2}},
        subspace_a},
-      {{"StarKV",
+      {{"StarKVStatic",
         "rank / head_dim x 3.2 / 16",
         "per-head keys, joint values, rotated blocks of 4 and 3 bits; 32 sinks and 32 recent "
         "tokens at full rank",
         {0.2, 0.14}},
        star},
-      {{"StarKVTrained",
+      {{"StarKV",
         "",
-        "StarKV with the weights and ranks of each head that train-projector learned (--trained)",
+        "StarKVStatic with the weights and ranks of each head that train-projector learned "
+        "(--trained)",
         {1.0},
         true,
         true},
        star_trained},
       {{"StarKV+H2O",
         "tokens kept x rank / head_dim x 3.2 / 16",
-        "StarKV on the tokens that H2O keeps",
+        "StarKVStatic on the tokens that H2O keeps",
         {0.14}},
        star_h2o},
       {{"Budgeted",

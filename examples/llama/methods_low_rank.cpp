@@ -20,7 +20,10 @@ std::unique_ptr<KvStore> low_rank(Recipe recipe) {
     if (recipe.options.decode_rate >= 0.0F)
       policies.updater.decode_rate = recipe.options.decode_rate;
   }
+  if constexpr (std::is_same_v<decltype(policies.token_policy), SinkRecent>)
+    recipe.use_window(policies.token_policy);
   if constexpr (std::is_same_v<Cache, OjaKVv2<>>) {
+    recipe.use_window(policies.token_policy.template get<SinkRecent>());
     policies.token_policy.template get<ResidualOutliers>().share =
         recipe.options.outlier_share >= 0.0F ? recipe.options.outlier_share : 0.05F;
   }

@@ -40,6 +40,7 @@ std::unique_ptr<KvStore> oja_snapkv(Recipe recipe) {
   const double part = std::sqrt(recipe.options.ratio);
   policies.basis = recipe.basis_options(part).policy;
   policies.quantizer.type = recipe.options.storage;
+  recipe.use_window(policies.token_policy.get<SinkRecent>());
   policies.token_policy.get<SnapKV>().keep = static_cast<float>(part);
   return recipe.store<OjaKVSnapKV<>>(recipe.bases(part), policies);
 }

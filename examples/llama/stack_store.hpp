@@ -139,6 +139,12 @@ struct Recipe {
   std::vector<lowrankkv::LayerBasis> bases(double ratio) const;
   /// Raises std::runtime_error unless every layer was calibrated.
   void need_moments() const;
+  /// Sets the first and last tokens at full rank, if they were asked for.
+  template <class Policy>
+  void use_window(Policy& policy) const {
+    if (options.sinks >= 0) policy.sinks = options.sinks;
+    if (options.recent >= 0) policy.recent = options.recent;
+  }
 
   template <class Cache>
   std::unique_ptr<KvStore> store(std::vector<lowrankkv::LayerBasis> bases,
@@ -171,7 +177,8 @@ struct Recipe {
     throw std::runtime_error(
         options.method +
         " is not on the GPU yet; there are FullKV, StaticPCA, StaticPCAHybrid, OjaKV, OjaKVv2, "
-        "OjaKV+SnapKV, SubSpaceG, SubSpaceA, StarKV, StarKV+H2O, Dlrp, SnapKVOnly, StreamingLLM, "
+        "OjaKV+SnapKV, SubSpaceG, SubSpaceA, StarKV, StarKVStatic, StarKV+H2O, Dlrp, SnapKVOnly, "
+        "StreamingLLM, "
         "H2O, Budgeted, Budgeted+PreRoPE");
 #else
     static_cast<void>(of_layers);

@@ -102,7 +102,7 @@ void prepare_model(Job& job, const llama::Engine& engine, const std::string& dat
                          job.calibration, nullptr);
   const std::pair<const char*, std::vector<double>> methods[] = {
       {"FullKV", {}},
-      {"StarKV", {0.2}},
+      {"StarKVStatic", {0.2}},
       {"Budgeted", {0.2, 0.14, 0.1}},
       {"Budgeted+PreRoPE", {0.2, 0.14, 0.1}}};
   for (const auto& [name, ratios] : methods) {
@@ -151,7 +151,7 @@ int main(int argc, char** argv) try {
       ->check(CLI::ExistingDirectory);
   app.add_option(
          "--model", model,
-         "Hugging Face folder of another model, on which FullKV, StarKV, Budgeted and "
+         "Hugging Face folder of another model, on which FullKV, StarKVStatic, Budgeted and "
          "Budgeted+PreRoPE are measured. quickstart.sh makes that of SmolLM2-135M-Instruct: "
          "--model smollm2")
       ->check(CLI::ExistingDirectory);

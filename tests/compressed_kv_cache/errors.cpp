@@ -2,6 +2,7 @@
 // Bad input: a typed error that names both values, and a cache that is as it was.
 #include <doctest/doctest.h>
 
+#include <cmath>
 #include <functional>
 #include <limits>
 
@@ -291,6 +292,31 @@ TEST_CASE("policies whose parameters make no sense") {
   };
   CHECK(raised<CapacityError>(tokens({-4, 32})) == "sinks: at least 0, given -4");
   CHECK(raised<CapacityError>(tokens({4, -1})) == "recent: 0 to 16777216, given -1");
+}
+
+TEST_CASE("an updater that reads thresholds refuses a basis without") {
+  const auto directions = [](float key, float value, float scale) {
+    return [=] {
+      LayerBasis maps = basis();
+      maps.heads[1].key_threshold = key;
+      maps.heads[1].value_threshold = value;
+      SubSpaceA<>::PolicySet policies;
+      policies.updater.threshold_scale = scale;
+      SubSpaceA<> cache({.shape = kShape}, maps, policies);
+    };
+  };
+  const float unset = HeadBasis{}.key_threshold;
+  CHECK(std::isnan(unset));
+  CHECK(std::isnan(HeadBasis{}.value_threshold));
+  CHECK(raised<ValueError>(directions(2.5F, unset, 1.0F)) ==
+        "FrequentDirections: KV head 1 has key_threshold 2.5 and value_threshold nan, residual "
+        "norms expected, or infinity for never");
+  CHECK_THROWS_AS(directions(unset, 2.5F, 1.0F)(), ValueError);
+  CHECK_NOTHROW(directions(unset, unset, 0.0F)());  // not read
+  CHECK_NOTHROW(directions(2.5F, std::numeric_limits<float>::infinity(), 1.0F)());
+  LayerBasis maps = basis();
+  for (HeadBasis& head : maps.heads) head.key_threshold = head.value_threshold = unset;
+  CHECK_NOTHROW(OjaKV<>({.shape = kShape}, maps));
 }
 
 TEST_CASE("a pool that is too small refuses before anything moves") {

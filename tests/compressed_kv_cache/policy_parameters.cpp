@@ -196,6 +196,7 @@ TEST_CASE("the rates and the selection of Oja act") {
   CHECK(base != stored({.prefill_rate = 0.3F}, false));
   CHECK(base != stored({.prefill_share = 0.5F}, false));
   CHECK(base != stored({.importance_window = 8}, false));
+  CHECK(base != stored({.importance_scope = ScoreScope::layer}, false));
   CHECK(base != stored({.form = OjaForm::printed_normalised}, false));
   CHECK(base == stored({.decode_rate = 0.5F}, false));  // nothing was decoded
   CHECK(stored({}, true) != stored({.decode_rate = 0.5F}, true));
@@ -207,6 +208,7 @@ TEST_CASE("Frequent Directions, and thresholds of the basis") {
                         {"sketch_share", [](auto& p) { p.updater.sketch_share = 2.6F; }},
                         {"chunk_length", [](auto& p) { p.updater.chunk_length = 60; }},
                         {"threshold_scale", [](auto& p) { p.updater.threshold_scale = 0.5F; }},
+                        {"ends_both", [](auto& p) { p.updater.ends_both = true; }},
                     });
   SubSpaceA<>::PolicySet policies;
   LayerBasis basis = basis_for();

@@ -11,6 +11,7 @@
 
 #include "lowrankkv/calibrate/moments.hpp"
 #include "lowrankkv/cpu/frequent_directions.hpp"
+#include "lowrankkv/cpu/updater/frequent_directions.hpp"
 #include "lowrankkv/diagnostics/residual_energy.hpp"
 #include "lowrankkv/diagnostics/spectra.hpp"
 #include "support/matrices.hpp"
@@ -281,6 +282,36 @@ TEST_CASE("a stored sketch is read as it was written, and nothing else is taken 
   ByteReader poisoned{bytes};
   CHECK_THROWS_WITH_AS(cpu::StoredSketch::read(poisoned, 6, 20),
                        doctest::Contains(" is not finite"), FormatError);
+}
+
+TEST_CASE("a key above its threshold ends the chunk of values too, if asked") {
+  using Updater = Impl<FrequentDirections, Cpu>;
+  constexpr int dim = 12, rank = 3;
+  Random random(19);
+  const Stream stream(support::decaying_rows(random, 30, dim, 0.1));
+  std::vector<float> axes(dim * rank), moved(dim * rank);
+  for (int i = 0; i < rank; ++i) axes[static_cast<std::size_t>(i * rank + i)] = 1.0F;
+  const MatrixView basis(axes.data(), dim, rank);
+  for (const bool ends_both : {false, true}) {
+    for (const bool by_key : {false, true}) {
+      const FrequentDirections policy{.ends_both = ends_both};
+      const auto started = [&](Part part) {
+        const bool low = (part == Part::key) == by_key;
+        return Updater::start(policy, {dim, rank, part, low ? 1e-3F : 1e6F});
+      };
+      auto keys = started(Part::key), values = started(Part::value);
+      for (auto* state : {&keys, &values})
+        Updater::observe(policy, *state, stream.view(0, 20), basis, Phase::decode);
+      Updater::join(policy, keys, values);
+      const auto ends = [&](auto& state) {
+        return Updater::maybe_update(policy, state, basis, {moved.data(), dim, rank},
+                                     Phase::decode);
+      };
+      CHECK(ends(keys) == (by_key || ends_both));
+      CHECK(ends(values) == (!by_key || ends_both));
+      CHECK(!ends(keys));  // a new chunk has begun
+    }
+  }
 }
 
 TEST_CASE("a sketch refuses misfits and poison, and stays as it was") {

@@ -55,12 +55,12 @@ void write_biased_nano(const std::filesystem::path& folder, float bias) {
   writer.write((folder / "model.safetensors").string());
 }
 
-/// Bits per byte of prose: FullKV, StarKV, SubSpaceG.
+/// Bits per byte of prose: FullKV, StarKVStatic, SubSpaceG.
 std::vector<double> bits_per_byte(const std::string& folder, bool centred) {
   const Engine engine(folder, 2);
   const Calibration calibration =
       calibrate(engine, read_text(kData + "/text/calibration_prose.txt"), 8192, 2048);
-  auto contenders = make_contenders(engine, {"FullKV", "StarKV", "SubSpaceG"}, {0.4},
+  auto contenders = make_contenders(engine, {"FullKV", "StarKVStatic", "SubSpaceG"}, {0.4},
                                     {.context = 1024, .centred = centred}, 1100, calibration);
   measure_bits_per_byte(engine, contenders, "prose", read_text(kData + "/text/prose.txt"), 2);
   std::vector<double> bits;

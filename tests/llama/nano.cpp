@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <sstream>
 
 #include "evaluate.hpp"
@@ -154,6 +155,29 @@ TEST_CASE("a method that keeps everything is FullKV") {
     CHECK(ids == answer);
   }
   CHECK(std::equal(samples[0].answer.begin(), samples[0].answer.end(), answer.begin()));
+}
+
+TEST_CASE("the first and last tokens at full rank are as many as were asked for") {
+  const auto samples = load_samples(kData + "/nano/eval/retrieval_1024", {"mk1"}, 1);
+  for (const char* method : {"StaticPCAHybrid", "OjaKV", "OjaKVv2", "OjaKV+SnapKV", "SubSpaceA",
+                             "StarKVStatic", "StarKV+H2O", "Budgeted"}) {
+    CAPTURE(method);
+    std::optional<std::size_t> before;
+    for (const auto& [sinks, recent] : {std::pair{0, 0}, std::pair{40, 0}, std::pair{40, 50}}) {
+      const auto store = make_store({.method = method,
+                                     .ratio = 0.4,
+                                     .storage = lowrankkv::DType::f32,
+                                     .sinks = sinks,
+                                     .recent = recent},
+                                    nano().model.config(), 1100, nano_moments(), nano().threads);
+      store->create(0);
+      prefill(nano(), *store, 0, samples[0].prompt);
+      const lowrankkv::MemoryUsage usage = store->memory(0);
+      const std::size_t full = usage.full_row_bytes + usage.tail_bytes;
+      if (before.has_value()) CHECK(full > *before);
+      before = full;
+    }
+  }
 }
 
 TEST_CASE(

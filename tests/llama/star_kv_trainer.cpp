@@ -200,7 +200,7 @@ TEST_CASE("training gives the same numbers in every run, with any threads, and w
   CHECK(steps[0].step == 1);
   CHECK(steps[0].gradient_norm > varied.clip);
   CHECK(steps[5].kept_keys <= steps[0].kept_keys);
-  for (const std::size_t first : {1, 4, 5}) {  // in the first phase, at its end, in the second
+  for (const std::size_t first : {1U, 4U, 5U}) {  // in the first phase, at its end, in the second
     CAPTURE(first);
     Pair pair;
     StarKvTrainer before(*pair.teacher, *pair.student, text, varied);
@@ -283,12 +283,12 @@ TEST_CASE("thresholds rise until the shares are met; then the truncated model is
       store.prefill(layer, 0, static_cast<std::int64_t>(kIds.size()), rows, out);
     });
   };
-  const auto full = store_of("FullKV"), low = store_of("StarKVTrained");
+  const auto full = store_of("FullKV"), low = store_of("StarKV");
   CHECK(outputs(*full) == outputs(*low));  // exact attention of a prompt
   CHECK_THROWS_WITH(
-      make_store({.method = "StarKVTrained"}, truncated.config(), 64, {}, truncated.threads()),
-      "StarKVTrained needs ranks that train-projector learned; --trained names its "
-      "file");
+      make_store({.method = "StarKV"}, truncated.config(), 64, {}, truncated.threads()),
+      "StarKV needs ranks that train-projector learned; --trained names its file (StarKVStatic has "
+      "ranks from activations)");
   // The file is of the model before: the truncated one has other weights.
   CHECK_THROWS_WITH_AS(use_trained_weights(path, truncated),
                        doctest::Contains("train.model: the file has "), lowrankkv::ValueError);

@@ -10,6 +10,7 @@
 #include <array>
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <map>
 #include <memory>
 #include <random>
@@ -629,6 +630,7 @@ inline LayerBasis random_basis(Random& random, const CacheShape& shape, bool wit
     HeadBasis maps;
     maps.key_rank = draw(1, shape.head_dim);
     maps.value_rank = draw(1, shape.head_dim);
+    maps.key_threshold = maps.value_threshold = std::numeric_limits<float>::infinity();
     maps.key_down = row_major(orthonormal(random, shape.head_dim, maps.key_rank));
     maps.value_down = row_major(orthonormal(random, shape.head_dim, maps.value_rank));
     if (with_bits) {

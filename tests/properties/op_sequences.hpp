@@ -24,6 +24,7 @@ struct Case {
   std::int64_t publish_interval = 0;
   std::int64_t merge_rows = 0;
   lowrankkv::PerHead basis;
+  lowrankkv::ScoreScope scope = lowrankkv::ScoreScope::kv_head;
 };
 
 /// Everything f32: the cache must agree with the oracle to f32 rounding.
@@ -81,6 +82,8 @@ class Driver {
     options_.merge_rows =
         what.merge_rows != 0 ? what.merge_rows : std::max(512, 16 * what.interval);
     if constexpr (adapts) {
+      policies.updater.importance_scope = what.scope;
+      options_.over_heads = what.scope == lowrankkv::ScoreScope::layer;
       options_.share = policies.updater.prefill_share;
       options_.window = policies.updater.importance_window;
       options_.prefill_rate = policies.updater.prefill_rate;
@@ -351,6 +354,7 @@ std::int64_t run_cases(std::uint64_t seed, int cases, int operations, bool query
     what.merge_rows = draw(0, 2) * draw(1, 30);  // merges take several flushes
     what.basis.centred = draw(0, 1) == 1;
     if (query_aware) what.basis.key_metric = lowrankkv::KeyMetric::query_aware;
+    what.scope = i % 2 == 0 ? lowrankkv::ScoreScope::kv_head : lowrankkv::ScoreScope::layer;
     CAPTURE(seed);
     CAPTURE(i);
     CAPTURE(dim);

@@ -5,6 +5,7 @@
 
 #include <Eigen/Dense>
 #include <cmath>
+#include <limits>
 #include <random>
 #include <vector>
 
@@ -57,6 +58,7 @@ inline lowrankkv::LayerBasis random_basis(Random& random, const lowrankkv::Cache
     // Ranks differ from head to head, as calibration by energy would have it.
     head.key_rank = std::max(1, key_rank - h % 3);
     head.value_rank = std::max(1, value_rank - (h + 1) % 2);
+    head.key_threshold = head.value_threshold = std::numeric_limits<float>::infinity();
     const Eigen::MatrixXd keys = random_orthonormal(random, dim, head.key_rank);
     head.value_down = row_major(random_orthonormal(random, dim, head.value_rank));
     if (policy.key_metric == lowrankkv::KeyMetric::query_aware) {

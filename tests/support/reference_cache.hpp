@@ -45,8 +45,9 @@ struct Options {
   long chunk = 0;
   double prefill_rate = 0.1, decode_rate = 0.05, share = 0.05;
   int window = 32;
-  int row_elements = 0;    // coefficients of a compressed row over all heads: key and value ranks
-  int epoch_elements = 0;  // numbers of an epoch over all heads
+  bool over_heads = false;  // a prompt's rows are chosen by the scores of all heads
+  int row_elements = 0;     // coefficients of a compressed row over all heads: key and value ranks
+  int epoch_elements = 0;   // numbers of an epoch over all heads
 };
 
 /// One sequence of one layer.
@@ -200,38 +201,51 @@ class Cache {
                 maps.value_mean;
     row.compressed = true;
   }
+  // Attention that the rows from `begin` on get from the query heads of a KV head.
+  Vector scores(std::size_t head, int begin, const std::vector<std::vector<Vector>>& window) const {
+    const std::size_t group =
+        static_cast<std::size_t>(options_.num_qo_heads / options_.num_kv_heads);
+    const int total = size() - begin;
+    Vector score = Vector::Zero(total);
+    for (std::size_t w = 0; w < window.size(); ++w) {
+      const int visible = total - static_cast<int>(window.size()) + static_cast<int>(w) + 1;
+      for (std::size_t member = 0; member < group; ++member) {
+        const Vector& query = window[w][head * group + member];
+        Vector logits(visible);
+        for (int i = 0; i < visible; ++i)
+          logits[i] = query.dot(rows_[head][static_cast<std::size_t>(begin + i)].key) /
+                      std::sqrt(static_cast<double>(options_.head_dim));
+        const Vector weights = (logits.array() - logits.maxCoeff()).exp();
+        score.head(visible) += weights / weights.sum();
+      }
+    }
+    return score;
+  }
   void adapt(int begin, int end, const std::vector<std::vector<Vector>>& window, bool prompt) {
-    const int group = options_.num_qo_heads / options_.num_kv_heads;
+    std::vector<Vector> of_heads(rows_.size());
+    if (prompt && options_.share < 1.0) {
+      for (std::size_t head = 0; head < rows_.size(); ++head)
+        of_heads[head] = scores(head, begin, window);
+      if (options_.over_heads) {
+        Vector sum = of_heads[0];
+        for (std::size_t head = 1; head < rows_.size(); ++head) sum += of_heads[head];
+        std::fill(of_heads.begin(), of_heads.end(), sum);
+      }
+    }
     for (std::size_t head = 0; head < rows_.size(); ++head) {
       std::vector<int> chosen;
       for (int position = std::max(begin, options_.sinks); position < end; ++position)
         chosen.push_back(position);
       const int total = size() - begin;
       if (prompt && options_.share < 1.0) {
-        std::vector<double> score(static_cast<std::size_t>(total), 0.0);
-        for (std::size_t w = 0; w < window.size(); ++w) {
-          const int visible = total - static_cast<int>(window.size()) + static_cast<int>(w) + 1;
-          for (int member = 0; member < group; ++member) {
-            const Vector& query = window[w][head * static_cast<std::size_t>(group) +
-                                            static_cast<std::size_t>(member)];
-            Vector logits(visible);
-            for (int i = 0; i < visible; ++i)
-              logits[i] = query.dot(rows_[head][static_cast<std::size_t>(begin + i)].key) /
-                          std::sqrt(static_cast<double>(options_.head_dim));
-            const Vector weights = (logits.array() - logits.maxCoeff()).exp();
-            for (int i = 0; i < visible; ++i)
-              score[static_cast<std::size_t>(i)] += weights[i] / weights.sum();
-          }
-        }
-        std::stable_sort(chosen.begin(), chosen.end(), [&](int a, int b) {
-          return score[static_cast<std::size_t>(a - begin)] >
-                 score[static_cast<std::size_t>(b - begin)];
-        });
+        const Vector& score = of_heads[head];
+        std::stable_sort(chosen.begin(), chosen.end(),
+                         [&](int a, int b) { return score[a - begin] > score[b - begin]; });
         const std::size_t wanted =
             std::min(chosen.size(), static_cast<std::size_t>(std::ceil(options_.share * total)));
         if (wanted > 0 && wanted < chosen.size()) {
-          const double last = score[static_cast<std::size_t>(chosen[wanted - 1] - begin)];
-          const double next = score[static_cast<std::size_t>(chosen[wanted] - begin)];
+          const double last = score[chosen[wanted - 1] - begin];
+          const double next = score[chosen[wanted] - begin];
           undecided_ = undecided_ || last - next < 1e-6 * last;
         }
         chosen.resize(wanted);

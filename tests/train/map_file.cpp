@@ -127,7 +127,7 @@ TEST_CASE("maps of another model, or none that could be, are refused with both v
   };
   CHECK_THROWS_AS(refused([](auto& own) { own.key_down.pop_back(); }), ShapeError);
   CHECK_THROWS_WITH_AS(refused([](auto& own) { own.key_threshold = 0.5F; }),
-                       "maps: layer 1, head 0 has 72 bytes and thresholds 0.5 and inf; maps and "
+                       "maps: layer 1, head 0 has 72 bytes and thresholds 0.5 and nan; maps and "
                        "means have 72 and no thresholds",
                        ValueError);
   CHECK_THROWS_AS(refused([](auto& own) {

@@ -40,9 +40,10 @@ struct HeadBasis {
   std::vector<std::uint8_t> key_bits, value_bits;
   std::vector<float> key_rms, value_rms;
   /// Residual norms, ||k - k^|| in the key metric and ||v - v^||, above which an updater acts
-  /// (calibrated percentiles). Infinity: never.
-  float key_threshold = std::numeric_limits<float>::infinity();
-  float value_threshold = std::numeric_limits<float>::infinity();
+  /// (calibrated percentiles: calibrate::set_residual_thresholds()). Infinity: never. NaN: not set,
+  /// which an updater that reads them refuses.
+  float key_threshold = std::numeric_limits<float>::quiet_NaN();
+  float value_threshold = std::numeric_limits<float>::quiet_NaN();
 
   /// @brief Bytes of all arrays.
   std::size_t bytes() const {

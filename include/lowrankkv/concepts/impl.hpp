@@ -29,7 +29,8 @@ struct PromptSelection {
   /// Share of the tokens of the prompt (or chunk): the tokens with the highest scores. 1: every
   /// row.
   float share = 1.0F;
-  AttentionScores scores;  ///< ignored when all rows are wanted
+  AttentionScores scores;                  ///< ignored when all rows are wanted
+  ScoreScope scope = ScoreScope::kv_head;  ///< ignored when all rows are wanted
 };
 
 LOWRANKKV_NAMESPACE_END

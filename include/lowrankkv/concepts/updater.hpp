@@ -22,8 +22,13 @@
 ///
 ///     // Raises if the parameters are invalid.
 ///     static void validate(const U&);
+///     // Raises if the calibrated basis lacks what the updater needs.
+///     static void validate_basis(const U&, const LayerBasis&);
 ///     // The state of a new sequence. Default: State{}.
 ///     static State start(const U&, const UpdaterStart&);
+///     // Called after observe() of the keys and the values of a KV head, before maybe_update() of
+///     // them: lets one decide for both.
+///     static void join(const U&, State& keys, State& values);
 ///     // For save and load. read_state() gets the state of a new sequence.
 ///     static void write_state(ByteWriter&, const State&);
 ///     static void read_state(ByteReader&, State&);

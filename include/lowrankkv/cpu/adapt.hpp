@@ -30,6 +30,8 @@ struct FlushedRows {
   std::int64_t count = 0;
   /// [count] attention of a prompt's last queries, if the token policy asks for it.
   std::vector<float> scores;
+  /// [count] the same for the updater, if it observes the rows with the highest scores.
+  std::vector<float> importance;
   std::vector<RowFate> fates;  ///< [count]
   int rejected = 0;            ///< rows that were not finite, and updates that gave no usable basis
   bool moved = false;          ///< a working basis moved
@@ -99,29 +101,44 @@ std::vector<float> working_basis(const State& state, int slot, int head, Part pa
   return basis;
 }
 
+/// @brief Scores the rows of a prompt for an updater that observes those with the highest scores.
+/// `rows` are those of every KV head.
+template <class State>
+void score_for_updater(const State& state, int slot, std::vector<FlushedRows>& rows, Phase phase) {
+  const PromptSelection selection = State::UpdaterImpl::prompt_selection(state.updater);
+  if (phase == Phase::decode || selection.share >= 1.0F) return;
+  state.threads->run(state.num_kv_heads(), [&](std::int64_t head, int) {
+    FlushedRows& own = rows[static_cast<std::size_t>(head)];
+    own.importance = prompt_scores(state, slot, static_cast<int>(head), own, selection.scores);
+  });
+  if (selection.scope == ScoreScope::kv_head) return;
+  std::vector<float> sum = std::move(rows.front().importance);
+  for (std::size_t head = 1; head < rows.size(); ++head) {
+    for (std::size_t row = 0; row < sum.size(); ++row) sum[row] += rows[head].importance[row];
+  }
+  for (FlushedRows& own : rows) own.importance = sum;
+}
+
 /// @brief The rows of `range` that the updater observes: of a prompt, the rows with the highest
 /// scores; of decoded rows, all. Only rows that will be compressed are candidates, because only
 /// they use the basis.
 template <class State>
-std::vector<std::int64_t> observed_rows(const State& state, int slot, int head,
-                                        const FlushedRows& rows, RowRange range, Phase phase) {
-  const PromptSelection selection = State::UpdaterImpl::prompt_selection(state.updater);
+std::vector<std::int64_t> observed_rows(const State& state, const FlushedRows& rows,
+                                        RowRange range) {
   std::vector<std::int64_t> candidates;
   for (std::int64_t row = range.begin; row < range.end; ++row) {
     if (rows.fates[static_cast<std::size_t>(row)] == RowFate::compressed) candidates.push_back(row);
   }
-  if (phase == Phase::decode || selection.share >= 1.0F || candidates.empty()) return candidates;
-  const std::vector<float> scores = prompt_scores(state, slot, head, rows, selection.scores);
-  if (scores.empty()) return candidates;
+  if (rows.importance.empty() || candidates.empty()) return candidates;
   std::vector<float> of_candidates;
   of_candidates.reserve(candidates.size());
   for (const std::int64_t row : candidates)
-    of_candidates.push_back(scores[static_cast<std::size_t>(row)]);
+    of_candidates.push_back(rows.importance[static_cast<std::size_t>(row)]);
   // The share refers to all rows of the prompt, including exempt rows. For a part of the prompt, it
   // is reduced in proportion.
   const double part = static_cast<double>(range.size()) / static_cast<double>(rows.count);
-  const double wanted =
-      static_cast<double>(selection.share) * static_cast<double>(rows.total) * part;
+  const float share = State::UpdaterImpl::prompt_selection(state.updater).share;
+  const double wanted = static_cast<double>(share) * static_cast<double>(rows.total) * part;
   std::vector<std::int64_t> chosen;
   for (const std::int64_t index :
        top_rows(of_candidates, static_cast<std::int64_t>(std::ceil(wanted))))
@@ -183,23 +200,34 @@ template <class State>
 void adapt_head(State& state, int slot, int head, FlushedRows& rows, RowRange range, Phase phase) {
   rows.moved = false;
   rows.rejected = 0;
-  const std::vector<std::int64_t> wanted = observed_rows(state, slot, head, rows, range, phase);
+  const std::vector<std::int64_t> wanted = observed_rows(state, rows, range);
   const std::vector<std::int64_t> chosen = finite_rows(state, head, rows, wanted);
   rows.rejected += static_cast<int>(wanted.size() - chosen.size());
   if (chosen.empty()) return;
   const int dim = state.head_dim();
   const HeadBasis& calibrated = state.calibrated.heads[static_cast<std::size_t>(head)];
   auto& adaptation = state.sequence(slot).adaptation[static_cast<std::size_t>(head)];
+  std::vector<float> bases[2];
   for (const Part part : {Part::key, Part::value}) {
     const bool keys = part == Part::key;
     const std::vector<float> batch = rows_in_metric(state, head, rows, chosen, part);
+    std::vector<float>& current = bases[keys ? 0 : 1] = working_basis(state, slot, head, part);
+    State::UpdaterImpl::observe(
+        state.updater, keys ? adaptation.key_state : adaptation.value_state,
+        MatrixView(batch.data(), static_cast<std::int64_t>(chosen.size()), dim),
+        MatrixView(current.data(), dim, keys ? calibrated.key_rank : calibrated.value_rank), phase);
+  }
+  if constexpr (requires {
+                  State::UpdaterImpl::join(state.updater, adaptation.key_state,
+                                           adaptation.value_state);
+                }) {
+    State::UpdaterImpl::join(state.updater, adaptation.key_state, adaptation.value_state);
+  }
+  for (const Part part : {Part::key, Part::value}) {
+    const bool keys = part == Part::key;
     auto& updater_state = keys ? adaptation.key_state : adaptation.value_state;
     const int rank = keys ? calibrated.key_rank : calibrated.value_rank;
-    const std::vector<float> current = working_basis(state, slot, head, part);
-    State::UpdaterImpl::observe(
-        state.updater, updater_state,
-        MatrixView(batch.data(), static_cast<std::int64_t>(chosen.size()), dim),
-        MatrixView(current.data(), dim, rank), phase);
+    const std::vector<float>& current = bases[keys ? 0 : 1];
     std::vector<float> moved(current.size());
     if (State::UpdaterImpl::maybe_update(state.updater, updater_state,
                                          MatrixView(current.data(), dim, rank),

@@ -275,6 +275,7 @@ HeadRows list_rows(State& state, int slot, int head, const FlushedRows& rows, Ro
 template <class State>
 void adapt_range(State& state, int slot, std::vector<FlushedRows>& rows, RowRange range,
                  std::int64_t compressed, Phase phase) {
+  score_for_updater(state, slot, rows, phase);
   state.threads->run(state.num_kv_heads(), [&](std::int64_t head, int) {
     adapt_head(state, slot, static_cast<int>(head), rows[static_cast<std::size_t>(head)], range,
                phase);

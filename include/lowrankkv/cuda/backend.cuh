@@ -15,7 +15,9 @@
 /// - `static PromptSelection prompt_selection(const U&)`;
 /// - `static OjaForm form(const U&)` and `static OjaRate rate(const U&, Phase)` of its steps.
 /// FrequentDirections has `validate` and `static constexpr bool device_epochs`: the device decides
-/// when an epoch begins. It sees prompts flush_interval rows at a time.
+/// when an epoch begins. It sees prompts flush_interval rows at a time. Any updater may have
+/// `static void validate_basis(const U&, const LayerBasis&)`, which raises if the calibrated basis
+/// lacks what it needs.
 ///
 /// A token policy: cuda/token_policy/compose.cuh.
 ///

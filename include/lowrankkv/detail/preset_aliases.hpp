@@ -47,11 +47,17 @@ using SubSpaceG = CompressedKVCache<Backend, PerHead, Static, CompressAll, Int8>
 template <class Backend = Cpu>
 using SubSpaceA = CompressedKVCache<Backend, PerHead, FrequentDirections, SinkRecent, Int8>;
 
-/// @brief STAR-KV: per-head keys, joint values, rotated blocks of high and low precision.
+/// @brief STAR-KV: per-head keys, joint values, rotated blocks of high and low precision. Bases of
+/// the ranks that training learned: train/star_kv_maps.hpp.
 template <class Backend = Cpu>
 using StarKV = CompressedKVCache<Backend, JointValues, Static, SinkRecent, BlockHadamard>;
 
-/// @brief STAR-KV on the tokens that H2O keeps.
+/// @brief The paper's static baseline: StarKV on bases from activations, of one rank for all heads
+/// (calibrate::joint_basis()). The cache is the same.
+template <class Backend = Cpu>
+using StarKVStatic = StarKV<Backend>;
+
+/// @brief StarKVStatic on the tokens that H2O keeps.
 template <class Backend = Cpu>
 using StarKVH2O = CompressedKVCache<Backend, JointValues, Static, Compose<SinkRecent, HeavyHitters>,
                                     BlockHadamard>;

@@ -69,8 +69,8 @@ inline io::SafetensorsWriter write_maps(const std::vector<LayerBasis>& bases,
       const std::size_t maps =
           4 * (basis.key_down.size() + basis.query_down.size() + basis.value_down.size() +
                basis.output_up.size() + basis.key_mean.size() + basis.value_mean.size());
-      if (basis.bytes() != maps || !std::isinf(basis.key_threshold) ||
-          !std::isinf(basis.value_threshold))
+      if (basis.bytes() != maps || !std::isnan(basis.key_threshold) ||
+          !std::isnan(basis.value_threshold))
         fail<ValueError>("maps: layer ", layer, ", head ", head, " has ", basis.bytes(),
                          " bytes and thresholds ", basis.key_threshold, " and ",
                          basis.value_threshold, "; maps and means have ", maps,

@@ -3,6 +3,10 @@
 /// of the stream (SubSpace-A).
 #pragma once
 
+#include <cmath>
+#include <cstddef>
+
+#include "lowrankkv/basis/layer_basis.hpp"
 #include "lowrankkv/core/error.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -21,12 +25,15 @@ LOWRANKKV_NAMESPACE_BEGIN
 /// tokens at full rank are the token policy's sinks. After every batch the sketch is reduced to
 /// min(sketch rows, head_dim) rows and kept in f32: a shorter flush_interval costs proportionally
 /// more eigendecompositions. Thresholds are calibrated percentiles of residuals:
-/// HeadBasis::key_threshold and value_threshold.
+/// HeadBasis::key_threshold and value_threshold, which have to be set unless threshold_scale is 0.
 struct FrequentDirections {
   float sketch_share = 2.0F;  ///< sketch rows per rank, m / r; at least 2
   int chunk_length = 256;     ///< L
   /// Factor on the thresholds. 0: every batch begins a chunk.
   float threshold_scale = 1.0F;
+  /// Whether a key or a value above its threshold ends the chunks of both, as section 3.3 B prints
+  /// it: "r_k > tau_k or r_v > tau_v". False: keys and values of a head have chunks of their own.
+  bool ends_both = false;
   friend bool operator==(const FrequentDirections&, const FrequentDirections&) = default;
 };
 
@@ -40,6 +47,18 @@ inline void check_frequent_directions(const FrequentDirections& policy) {
   if (!(policy.threshold_scale >= 0.0F))
     fail<ValueError>("FrequentDirections: threshold_scale is at least 0, given ",
                      policy.threshold_scale);
+}
+
+/// @brief Checks that the thresholds of every head are set, if they are read. @throws ValueError
+inline void check_thresholds(const FrequentDirections& policy, const LayerBasis& basis) {
+  if (policy.threshold_scale == 0.0F) return;
+  for (std::size_t head = 0; head < basis.heads.size(); ++head) {
+    const HeadBasis& own = basis.heads[head];
+    if (std::isnan(own.key_threshold) || std::isnan(own.value_threshold))
+      detail::fail<ValueError>("FrequentDirections: KV head ", head, " has key_threshold ",
+                               own.key_threshold, " and value_threshold ", own.value_threshold,
+                               ", residual norms expected, or infinity for never");
+  }
 }
 
 LOWRANKKV_NAMESPACE_END

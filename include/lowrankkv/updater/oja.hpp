@@ -34,6 +34,9 @@ struct Oja {
   int importance_window = 32;
   int importance_kernel = 1;  ///< width of score pooling, odd; 1: no pooling
   Pooling importance_pooling = Pooling::average;
+  /// Whose attention scores the prompt's tokens. Section 5.2 sums over all heads: `layer`. The
+  /// default follows GQA, where each KV head has its own bases.
+  ScoreScope importance_scope = ScoreScope::kv_head;
   /// Learning-rate schedule while decoding: step t uses decode_rate / (1 + decode_decay t). 0:
   /// constant rate. Positive values satisfy Oja's conditions for convergence on a stationary stream
   /// (the sum of rates diverges, the sum of their squares converges).

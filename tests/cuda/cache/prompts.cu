@@ -58,6 +58,7 @@ struct Case {
     settings.snapkv = {0.25F + 0.25F * static_cast<float>(random() % 3), 0,
                        8 + static_cast<int>(random() % 25), 5, Pooling::maximum};
     settings.share = 0.3F;
+    settings.scope = random() % 2 == 0 ? ScoreScope::kv_head : ScoreScope::layer;
     layer = support::random_layer(
         random, config.shape, settings,
         16 + static_cast<int>(random() % static_cast<unsigned>(config.shape.head_dim - 16)));

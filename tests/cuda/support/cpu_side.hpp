@@ -126,6 +126,7 @@ struct Settings {
   lowrankkv::ResidualOutliers outliers;
   lowrankkv::SnapKV snapkv;
   float share = 1.0F;  ///< of a prompt, what an updater observes
+  lowrankkv::ScoreScope scope = lowrankkv::ScoreScope::kv_head;  ///< whose scores choose it
   lowrankkv::FrequentDirections directions;
   lowrankkv::OjaForm form = lowrankkv::OjaForm::power;
   lowrankkv::DType coefficients = lowrankkv::DType::f16;
@@ -155,6 +156,7 @@ PolicySet configured(PolicySet policies, const Settings& settings) {
   if constexpr (requires { policies.updater.chunk_length; }) policies.updater = settings.directions;
   if constexpr (requires { policies.updater.prefill_share; }) {
     policies.updater.prefill_share = settings.share;
+    policies.updater.importance_scope = settings.scope;
     policies.updater.form = settings.form;
     if (settings.form == lowrankkv::OjaForm::printed_raw)
       policies.updater.prefill_rate = policies.updater.decode_rate = 1e-5F;  // of sums of squares

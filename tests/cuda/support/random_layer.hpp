@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <limits>
 #include <random>
 #include <vector>
 
@@ -106,6 +107,7 @@ inline RandomLayer random_layer(Random& random, const lowrankkv::CacheShape& sha
     lowrankkv::HeadBasis head;
     head.key_rank = std::max(1, rank - h % 3);
     head.value_rank = std::max(1, rank - (h + 1) % 2 * 5);
+    head.key_threshold = head.value_threshold = std::numeric_limits<float>::infinity();
     head.key_down = orthonormal(random, shape.head_dim, head.key_rank);
     head.value_down = orthonormal(random, shape.head_dim, head.value_rank);
     for (const bool key : {true, false}) {

@@ -348,7 +348,7 @@ Worst random_sequences(const MakeDevice& make_device, Settings settings, DType t
     // A chunk that ends has as many rows as its basis has columns: others would be completed here
     // and there in different ways.
     settings.directions = {2.0F + static_cast<float>(random() % 2),
-                           rank + 16 * static_cast<int>(random() % 8), 1.0F};
+                           rank + 16 * static_cast<int>(random() % 8), 1.0F, random() % 2 == 0};
     for (HeadBasis& head : layer.basis.heads) {
       if (!device_epochs || rank > 14) break;
       head.key_threshold = 0.05F * std::sqrt(static_cast<float>(config.shape.head_dim)) * 1.2F;

@@ -56,6 +56,8 @@ struct Calls {
     if constexpr (Layer::TokenImpl::compresses) {
       Layer::BasisImpl::validate(policies.basis, basis, config.shape);
       ::lowrankkv::detail::check_storable(basis, config.epoch_type);
+      if constexpr (requires { Layer::UpdaterImpl::validate_basis(policies.updater, basis); })
+        Layer::UpdaterImpl::validate_basis(policies.updater, basis);
     }
     check_groups(config, policies);
     ::lowrankkv::detail::complete_tail(config, Layer::TokenImpl::recent(policies.token_policy));

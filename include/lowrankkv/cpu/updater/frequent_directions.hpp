@@ -33,6 +33,9 @@ struct Impl<FrequentDirections, Cpu> {
   };
 
   static void validate(const FrequentDirections& policy) { check_frequent_directions(policy); }
+  static void validate_basis(const FrequentDirections& policy, const LayerBasis& basis) {
+    check_thresholds(policy, basis);
+  }
   static PromptSelection prompt_selection(const FrequentDirections&) { return {}; }
 
   static State start(const FrequentDirections& policy, const UpdaterStart& of) {
@@ -58,6 +61,10 @@ struct Impl<FrequentDirections, Cpu> {
     const Eigen::MatrixX<Real> u = linalg::to_matrix(basis);
     const Eigen::VectorX<Real> residual = (x - (x * u) * u.transpose()).rowwise().norm();
     state.exceeded = state.exceeded || residual.maxCoeff() > state.threshold;
+  }
+
+  static void join(const FrequentDirections& policy, State& keys, State& values) {
+    if (policy.ends_both) keys.exceeded = values.exceeded = keys.exceeded || values.exceeded;
   }
 
   template <class = void>

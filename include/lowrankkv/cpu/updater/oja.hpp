@@ -77,7 +77,8 @@ struct Impl<Oja, Cpu> {
   static void validate(const Oja& policy) { check_oja(policy); }
   static PromptSelection prompt_selection(const Oja& policy) {
     return {policy.prefill_share,
-            {policy.importance_window, policy.importance_kernel, policy.importance_pooling}};
+            {policy.importance_window, policy.importance_kernel, policy.importance_pooling},
+            policy.importance_scope};
   }
 
   template <class Real = double>

@@ -82,7 +82,7 @@ void choose_by_scores(const Layer& layer, const CompressCall& call, FlushedBatch
   if (!Rows::accumulates_scores && batch.flushed.candidates(0) <= 0) return;
   const AttentionScores wanted = attention_scores(layer.policies.token_policy);
   const float* scores = enqueue_scores(layer.state, call.scratch, call.queries.last(wanted.window),
-                                       wanted, batch.flushed, call.stream);
+                                       wanted, ScoreScope::kv_head, batch.flushed, call.stream);
   RowOrder& order = Rows::compresses ? batch.compressed : batch.full;
   order =
       choose_kept(layer.state, batch.flushed, call.scratch, scores, !Rows::compresses, call.stream);
@@ -187,7 +187,8 @@ void adapt_flushed(Layer& layer, const CompressCall& call, const FlushBatch& flu
   const float* scores = nullptr;
   if (call.queries.count > 0 && selection.share < 1.0F) {
     const ScoreQueries queries = call.queries.last(selection.scores.window);
-    scores = enqueue_scores(state, scratch, queries, selection.scores, flushed, call.stream);
+    scores = enqueue_scores(state, scratch, queries, selection.scores, selection.scope, flushed,
+                            call.stream);
     if (kept.rows != nullptr) {
       scores = mask_scores(state, scratch, scores, kept, flushed.candidates(0), flushed.rows[0],
                            call.stream);

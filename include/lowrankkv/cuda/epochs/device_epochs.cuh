@@ -65,6 +65,7 @@ struct Rollover {
   std::int32_t* begun = nullptr;   ///< whether a new epoch begins
   std::int32_t* epochs = nullptr;  ///< epochs whose maps are to be written; -1: none
   MergePlan* plans = nullptr;      ///< rows of merges, which end_merges_kernel moves on
+  std::int32_t* above = nullptr;   ///< [sequences, heads] whether a residual is above its threshold
 };
 
 /// @brief Counters of a layer since it was made.

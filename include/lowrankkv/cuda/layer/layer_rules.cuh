@@ -106,6 +106,8 @@ struct LayerRules {
     if (Rows::compresses) {
       Maps::validate(policies.basis, basis, config.shape);
       ::lowrankkv::detail::check_storable(basis, config.epoch_type);
+      if constexpr (requires { Rule::validate_basis(policies.updater, basis); })
+        Rule::validate_basis(policies.updater, basis);
     }
     ::lowrankkv::detail::complete_tail(config, recent_rows(policies.token_policy));
     ::lowrankkv::detail::adopt_page_bytes(config, pool);

@@ -66,12 +66,12 @@ RowOrder choose_kept(const LayerState& layer, const FlushBatch& flushed,
 }
 
 /// @brief Enqueues the scores of a packed prompt's rows under its last queries, pooled over the
-/// flushed rows, and summed over heads whose values are joint.
+/// flushed rows, and summed over heads whose values are joint, or over all heads of the layer.
 /// @return [heads, rows]
 template <class State>
 const float* enqueue_scores(const State& layer, const CompressScratch& scratch,
                             const ScoreQueries& queries, const AttentionScores& wanted,
-                            const FlushBatch& flushed, cudaStream_t stream) {
+                            ScoreScope scope, const FlushBatch& flushed, cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
   RowSource source{scratch.packed, layer.packed_tiles(scratch.rows)};
   if (tables.rotary.pre_rope())
@@ -111,10 +111,11 @@ const float* enqueue_scores(const State& layer, const CompressScratch& scratch,
         wanted.pooling == Pooling::maximum, scores);
     check(cudaGetLastError(), "pool_scores_kernel");
   }
-  if (tables.joint_heads > 1) {
+  const int together = scope == ScoreScope::layer ? tables.num_heads : tables.joint_heads;
+  if (together > 1) {
     group_scores_kernel<>
-        <<<dim3(pieces, heads / static_cast<unsigned>(tables.joint_heads)), 256, 0, stream>>>(
-            scores, scratch.rows, flushed.rows[0], tables.joint_heads);
+        <<<dim3(pieces, heads / static_cast<unsigned>(together)), 256, 0, stream>>>(
+            scores, scratch.rows, flushed.rows[0], together);
     check(cudaGetLastError(), "group_scores_kernel");
   }
   return scores;

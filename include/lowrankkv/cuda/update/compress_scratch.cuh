@@ -190,7 +190,8 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
                         reserve(both ? lists * (2 * full_moves + 1) * sizeof(std::int32_t) : 0);
   const std::size_t begun = reserve(device_epochs ? kAdaptBatch * sizeof(std::int32_t) : 0),
                     written = reserve(device_epochs ? kAdaptBatch * sizeof(std::int32_t) : 0),
-                    plans = reserve(device_epochs ? kAdaptBatch * sizeof(MergePlan) : 0);
+                    plans = reserve(device_epochs ? kAdaptBatch * sizeof(MergePlan) : 0),
+                    above = reserve(sketches ? kAdaptBatch * heads * sizeof(std::int32_t) : 0);
   const std::size_t buffers =
       reserve(sketches && layer.sketches_apart()
                   ? together * heads * 2 * layer.device_epochs().buffer_bytes()
@@ -241,7 +242,8 @@ inline CompressScratch compress_scratch(const LayerState& layer, std::int64_t ro
       {{moves_at(moves_of_full, full_moves, 1), moves_at(moves, most_moves, segments)}},
       staging,
       {reinterpret_cast<std::int32_t*>(base + begun),
-       reinterpret_cast<std::int32_t*>(base + written), reinterpret_cast<MergePlan*>(base + plans)},
+       reinterpret_cast<std::int32_t*>(base + written), reinterpret_cast<MergePlan*>(base + plans),
+       reinterpret_cast<std::int32_t*>(base + above)},
       reinterpret_cast<float*>(base + buffers),
       {reinterpret_cast<float*>(base + axis_products), reinterpret_cast<float*>(base + axis_steps),
        axes_apart ? reinterpret_cast<float*>(base + axis_buffers) : nullptr},

@@ -31,6 +31,11 @@ struct SketchSteps {
   std::int64_t chunk_length = 0;
   float share = 2.0F;            ///< sketch rows per rank
   float threshold_scale = 1.0F;  ///< 0: every batch ends a chunk
+  /// True: a launch that only notes in `above` which heads have a key or a value above its
+  /// threshold.
+  bool measures = false;
+  /// [sequences, heads]: ends chunks of keys and values alike. Null: each part has its own.
+  std::int32_t* above = nullptr;
 };
 
 namespace detail {
@@ -141,7 +146,8 @@ __device__ float largest_residual(const float* rows, int first, int end, int dim
 }  // namespace detail
 
 /// @brief Adds rows to sketches. Where a chunk ends, the working basis becomes the sketch's top
-/// directions, and begun[sequence] 1. Grid: 2 x heads x sequences.
+/// directions, and begun[sequence] 1. If steps.measures, only steps.above is written. Grid: 2 x
+/// heads x sequences.
 /// @tparam channels  at least head_dim
 /// @param buffers  [sequences, heads, 2, buffer rows, stride] where shared memory is too small;
 /// else null
@@ -177,7 +183,7 @@ __global__ void __launch_bounds__(kSketchThreads)
                     element = bases.type == DType::f32 ? 4 : 2;
   std::uint8_t* basis = static_cast<std::uint8_t*>(bases.moved) + own * basis_size * element;
   SketchState& state = sketches.states[own];
-  int held = min(state.held, min(limit, dim));  // a loaded state may say more
+  int held = steps.measures ? 0 : min(state.held, min(limit, dim));  // a loaded state may say more
   const std::int64_t chunk_rows = state.chunk_rows;
   const auto load_stored = [&] {
     for (int row = warp; row < held; row += warps) {
@@ -213,7 +219,11 @@ __global__ void __launch_bounds__(kSketchThreads)
   const std::int32_t* order_of_rows = steps.order.of(sequence, tables.num_heads, head);
   const float *mean = maps.mean, *metric = metrics.metric(part, head, dim),
               threshold = steps.threshold_scale * sketches.thresholds[which];
-  bool exceeded = !(steps.threshold_scale > 0.0F), ends = false;
+  std::int32_t* above =
+      steps.above == nullptr ? nullptr : steps.above + sequence * tables.num_heads + head;
+  bool exceeded =
+           !(steps.threshold_scale > 0.0F) || (above != nullptr && !steps.measures && *above != 0),
+       ends = false;
   for (int done = 0; done < count;) {
     const int taken = min(count - done, min(buffer_rows, 2 * limit) - held);
     from.load(part, order_of_rows, first_row + done, 0, taken, dim, rows + held * stride, stride);
@@ -235,6 +245,10 @@ __global__ void __launch_bounds__(kSketchThreads)
                          ? residual(reinterpret_cast<const float*>(basis))
                          : residual(reinterpret_cast<const std::uint16_t*>(basis))) > threshold;
     done += taken;
+    if (steps.measures) {
+      __syncthreads();  // the next rows take the place of these
+      continue;
+    }
     held += taken;
     if (done == count)
       ends = __syncthreads_or(exceeded ? 1 : 0) != 0 || chunk_rows + count >= steps.chunk_length;
@@ -246,6 +260,10 @@ __global__ void __launch_bounds__(kSketchThreads)
         stored[item] = rows[item / dim * stride + item % dim];
     }
     if (done < count) load_stored();
+  }
+  if (steps.measures) {
+    if (exceeded && lane == 0) *above = 1;  // all blocks and warps write the same
+    return;
   }
   if (thread == 0) state = {ends ? 0 : chunk_rows + count, held, 0};
   if (!ends) return;
@@ -319,7 +337,8 @@ __global__ void __launch_bounds__(kSketchThreads)
 
 /// @brief Adds the flushed rows of at most kAdaptBatch sequences to their sketches. Where a chunk
 /// ends, rows are stored under a new epoch from then on, and old ones may merge. While a merge is
-/// in progress, the new epoch waits for its end. One launch, and those of begin_epochs().
+/// in progress, the new epoch waits for its end. One launch, two if a key or a value ends the
+/// chunks of both, and those of begin_epochs().
 /// @param source  its row 0 is the first flushed row
 /// @param order   of the rows that are compressed, if scores chose them
 /// @param exempt  so many of every head's rows will stay full after all
@@ -347,13 +366,24 @@ void roll_over(LayerState& layer, const FrequentDirections& policy, const FlushB
   check(cudaMemsetAsync(scratch.rollover.begun, 0,
                         static_cast<std::size_t>(count) * sizeof(std::int32_t), stream),
         "roll_over");
-  const auto sketch = [&](auto* kernel) {
+  const auto launch = [&](auto* kernel) {
     float* buffers = layer.sketches_apart() ? scratch.sketch_buffers : nullptr;
     detail::launch_kernel(kernel, dim3(2, heads, sequences), kSketchThreads,
                           buffers == nullptr ? device_epochs.buffer_bytes() : 0, "sketch_kernel",
                           stream, tables, source, steps, device_epochs.sketches(),
                           layer.epochs().bases(), layer.epochs().metrics(), buffers,
                           device_epochs.buffer_rows(), scratch.rollover.begun);
+  };
+  const auto sketch = [&](auto* kernel) {
+    if (policy.ends_both && policy.threshold_scale > 0.0F) {
+      steps.above = scratch.rollover.above;
+      check(cudaMemsetAsync(steps.above, 0, sequences * heads * sizeof(std::int32_t), stream),
+            "roll_over");
+      steps.measures = true;
+      launch(kernel);
+      steps.measures = false;
+    }
+    launch(kernel);
   };
   if (tables.head_dim <= 128)
     sketch(sketch_kernel<128>);

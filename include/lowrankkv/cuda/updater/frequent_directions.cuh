@@ -12,6 +12,9 @@ struct Impl<FrequentDirections, Cuda> {
   static constexpr bool adapts = true;
   static constexpr bool device_epochs = true;
   static void validate(const FrequentDirections& policy) { check_frequent_directions(policy); }
+  static void validate_basis(const FrequentDirections& policy, const LayerBasis& basis) {
+    check_thresholds(policy, basis);
+  }
 };
 
 LOWRANKKV_NAMESPACE_END

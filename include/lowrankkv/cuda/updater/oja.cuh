@@ -31,7 +31,8 @@ struct Impl<Oja, Cuda> {
   static OjaForm form(const Oja& policy) { return policy.form; }
   static PromptSelection prompt_selection(const Oja& policy) {
     return {policy.prefill_share,
-            {policy.importance_window, policy.importance_kernel, policy.importance_pooling}};
+            {policy.importance_window, policy.importance_kernel, policy.importance_pooling},
+            policy.importance_scope};
   }
   static cuda::OjaRate rate(const Oja& policy, Phase phase) {
     return phase == Phase::prefill ? cuda::OjaRate{policy.prefill_rate, 0.0F}
