@@ -73,13 +73,27 @@ TEST_CASE(
       all.slots[0] = slot;
       all.rows[0] = flushed;
       all.position[0] = position;
-      const float* scores = gpu::enqueue_scores(layer, scratch, queries, wanted, all, nullptr);
+      std::vector<float> found(static_cast<std::size_t>(heads * n)), together(found.size());
+      const auto enqueue = [&](ScoreScope scope, std::vector<float>& out) {
+        const float* scores =
+            gpu::enqueue_scores(layer, scratch, queries, wanted, scope, all, nullptr);
+        gpu::check(
+            cudaMemcpy(out.data(), scores, out.size() * sizeof(float), cudaMemcpyDeviceToHost),
+            "scores");
+      };
+      enqueue(ScoreScope::kv_head, found);
+      enqueue(ScoreScope::layer, together);
+      bool sums = true;  // every head has the sum over heads, in their order
+      for (int row = 0; row < flushed; ++row) {
+        float sum = found[static_cast<std::size_t>(row)];
+        for (int head = 1; head < heads; ++head)
+          sum += found[static_cast<std::size_t>(head * n + row)];
+        for (int head = 0; head < heads; ++head)
+          sums = sums && together[static_cast<std::size_t>(head * n + row)] == sum;
+      }
+      CHECK(sums);
       const std::vector<float> met = support::rotated(
           config, key, [&](std::int64_t row) { return shifts.position(position + row); });
-      std::vector<float> found(static_cast<std::size_t>(heads * n));
-      gpu::check(
-          cudaMemcpy(found.data(), scores, found.size() * sizeof(float), cudaMemcpyDeviceToHost),
-          "scores");
       for (int head = 0; head < heads; ++head) {
         std::vector<double> plain(static_cast<std::size_t>(n), 0.0);
         for (int column = 0; column < w * group; ++column) {
