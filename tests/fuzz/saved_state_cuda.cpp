@@ -20,6 +20,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -75,6 +76,7 @@ LayerBasis basis(bool joint, bool coded) {
     for (int channel = 0; channel < kRank; ++channel)
       head.key_down[static_cast<std::size_t>(channel * kRank + channel)] = 1.0F;
     head.value_down = head.key_down;
+    head.key_threshold = head.value_threshold = std::numeric_limits<float>::infinity();
     if (joint) {
       for (float& value : head.value_down) value *= std::sqrt(1.0F / kShape.num_kv_heads);
     }
