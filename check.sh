@@ -3,7 +3,7 @@
 # Installs what is missing, builds with g++ (warnings are errors) and passes the tests. Works on a fresh Debian 12.
 # Where nvcc is, the CUDA sources are compiled for one architecture and the kernels run emulated; on a GPU too, where there is one.
 #
-#   bash check.sh               what has to pass before every commit: about 20 minutes on two cores with nvcc
+#   bash check.sh               what has to pass before every commit: 20 to 30 minutes on two cores with nvcc
 #   bash check.sh --full        that, and every part below: before a release
 #   bash check.sh --part NAME   one part alone; --list names them
 #   bash check.sh --cuda        the tests of the CUDA backend alone, on the GPU at hand (LOWRANKKV_TEST_EFFORT=0: fewer random cases)

@@ -42,6 +42,23 @@ TEST_CASE("what keys stored before their rotary embedding do not go with is refu
   CHECK(message(Method::hybrid).find("rotary_dim 24, a multiple of 16") != std::string::npos);
 }
 
+TEST_CASE("sketches refuse a basis without thresholds, unless every flush ends a chunk") {
+  Random random(48);
+  CacheConfig config;
+  config.shape = {4, 2, 64};
+  Settings settings;
+  settings.method = Method::subspace_a;
+  auto layer = support::random_layer(random, config.shape, settings, 16);
+  CHECK_NOTHROW(make_device(settings, config, layer.basis));
+  layer.basis.heads[1].value_threshold = HeadBasis{}.value_threshold;
+  CHECK_THROWS_WITH_AS(make_device(settings, config, layer.basis),
+                       "FrequentDirections: KV head 1 has key_threshold inf and value_threshold "
+                       "nan, residual norms expected, or infinity for never",
+                       ValueError);
+  settings.directions.threshold_scale = 0.0F;  // they are not read
+  CHECK_NOTHROW(make_device(settings, config, layer.basis));
+}
+
 TEST_CASE(
     "bad input is refused with both values, and values that are not finite never reach the store") {
   CacheConfig config;
