@@ -75,12 +75,11 @@ using AnyPolicies =
                  Policies<PerHead, Static, Compose<SinkRecent, ResidualOutliers>, TransformCode>>;
 }  // namespace device
 
-#ifdef LOWRANKKV_LLAMA_CUDA
 /// Caches on the current GPU, one per layer.
 /// @param configs  one a layer
+/// @throws std::runtime_error in a program built without CUDA
 std::unique_ptr<DeviceCaches> make_device_caches(const std::vector<lowrankkv::CacheConfig>& configs,
                                                  const std::vector<lowrankkv::LayerBasis>& bases,
                                                  const device::AnyPolicies& policies);
-#endif
 
 }  // namespace llama

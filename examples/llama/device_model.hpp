@@ -27,10 +27,9 @@ class DeviceModel {
   virtual std::vector<float> logits(const float* hidden, std::int64_t n) = 0;
 };
 
-#ifdef LOWRANKKV_LLAMA_CUDA
 /// Copies the weights of a model to the current GPU.
-/// @throws lowrankkv::DeviceError where CUDA or cuBLAS reports an error
+/// @throws lowrankkv::DeviceError where CUDA or cuBLAS reports an error; std::runtime_error in a
+///         program built without CUDA
 std::unique_ptr<DeviceModel> make_device_model(const Model& model);
-#endif
 
 }  // namespace llama

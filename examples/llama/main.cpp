@@ -529,9 +529,7 @@ int main(int argc, char** argv) try {
   llama::Engine engine(options.model, options.threads);
   if (!options.trained.empty())
     options.star_kv = llama::use_trained_weights(options.trained, engine.model);
-#ifdef LOWRANKKV_LLAMA_CUDA
   if (options.method.on_gpu) engine.model.compute_on_gpu();
-#endif
   if (calibrate->parsed()) {
     if (calibration.texts.empty() && !from_weights)
       throw std::runtime_error("calibrate: --text or --from-weights is needed");

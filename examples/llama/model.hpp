@@ -112,10 +112,9 @@ class Model {
     Linear query, key, value, output, gate, up, down;
   };
 
-#ifdef LOWRANKKV_LLAMA_CUDA
   /// forward() without observers and logits() are computed on the current GPU from now on.
+  /// @throws what make_device_model() does
   void compute_on_gpu() { device_ = make_device_model(*this); }
-#endif
   const Config& config() const { return config_; }
   /// A checksum over the weights and what the configuration says of them: the same for the same
   /// model. Cost: one pass over the weights.

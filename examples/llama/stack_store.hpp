@@ -167,26 +167,18 @@ struct Recipe {
                                         bool pre_rope,
                                         const std::vector<lowrankkv::LayerBasis>& bases,
                                         const PolicySet& policies) const {
-#ifdef LOWRANKKV_LLAMA_CUDA
     if constexpr (std::is_constructible_v<device::AnyPolicies, const PolicySet&>) {
       std::vector<lowrankkv::CacheConfig> on_device = of_layers;
       for (lowrankkv::CacheConfig& of_layer : on_device) of_layer.max_query_tokens = 64;
       return std::make_unique<DeviceStore>(make_device_caches(on_device, bases, policies),
                                            pre_rope);
+    } else {
+      throw std::runtime_error(
+          options.method +
+          " is not on the GPU yet; there are FullKV, StaticPCA, StaticPCAHybrid, OjaKV, OjaKVv2, "
+          "OjaKV+SnapKV, SubSpaceG, SubSpaceA, StarKV, StarKVStatic, StarKV+H2O, Dlrp, SnapKVOnly, "
+          "StreamingLLM, H2O, Budgeted, Budgeted+PreRoPE");
     }
-    throw std::runtime_error(
-        options.method +
-        " is not on the GPU yet; there are FullKV, StaticPCA, StaticPCAHybrid, OjaKV, OjaKVv2, "
-        "OjaKV+SnapKV, SubSpaceG, SubSpaceA, StarKV, StarKVStatic, StarKV+H2O, Dlrp, SnapKVOnly, "
-        "StreamingLLM, "
-        "H2O, Budgeted, Budgeted+PreRoPE");
-#else
-    static_cast<void>(of_layers);
-    static_cast<void>(pre_rope);
-    static_cast<void>(bases);
-    static_cast<void>(policies);
-    throw std::runtime_error("--device cuda: this program was built without LOWRANKKV_CUDA");
-#endif
   }
 };
 

@@ -107,6 +107,7 @@ def check(name):
         run = subprocess.run(
             [options.clang_tidy, "--quiet", f"--config-file={root / '.clang-tidy'}", path, "--",
              *(["-std=c11"] if name.endswith(".c") else ["-std=c++20", "-DLOWRANKKV_COMPILED=1"]),
+             "-Wall", "-Wextra", "-Wconversion", "-Wshadow",  # clang++'s own warnings, as in the builds
              '-DLOWRANKKV_EXAMPLE_DATA=""', *(f"-I{root / one}" for one in ("include", "examples/llama", "examples/c_api")),
              "-isystem", options.eigen], capture_output=True, text=True)
     findings = {}
