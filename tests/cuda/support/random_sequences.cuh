@@ -185,6 +185,7 @@ class Device : public DeviceSide {
 struct Worst {
   double out = 0.0, lse = 0.0, rows = 0.0;
   std::int64_t publications = 0, merges = 0, removed = 0;
+  bool other_rows = false;  ///< scores that are almost equal chose another row here than there
 };
 
 /// Relative distance of rows of `dim` numbers, but for the `left_out` that are furthest from each
@@ -256,19 +257,15 @@ inline void compare(const Settings& settings, const CacheConfig& config, DeviceS
   const std::size_t few = 2 + key.size() / static_cast<std::size_t>(dim) / 200;
   const bool chosen = by_errors(settings.method) || by_scores(settings.method);
   if (adapts(settings.method)) {
-    const bool in_metric =
-        settings.basis.key_metric ==
-        KeyMetric::query_aware;  // of other rows than in the plain metric: among them one pair of
-                                 // scores in bf16 that is almost equal
-    const std::size_t left_out = !by_scores(settings.method)  ? 0
-                                 : by_errors(settings.method) ? few
-                                 : in_metric                  ? 2
-                                                              : 0;
-    CHECK(std::max(distance_of_most(key, cpu_key, dim, left_out),
-                   distance_of_most(value, cpu_value, dim, left_out)) < (settings.share < 1.0F ? 0.2
-                                                                         : coded(settings.method)
-                                                                             ? 0.03
-                                                                             : 4 * tolerance));
+    // Of a prompt's rows: the kernel rounds queries times the scale of the softmax to 16 bits.
+    const std::size_t left_out = by_scores(settings.method) ? few : 0;
+    const auto apart = [&](std::size_t without) {
+      return std::max(distance_of_most(key, cpu_key, dim, without),
+                      distance_of_most(value, cpu_value, dim, without));
+    };
+    const double most = settings.share < 1.0F ? 0.2 : coded(settings.method) ? 0.03 : 4 * tolerance;
+    CHECK(apart(left_out) < most);
+    worst.other_rows = worst.other_rows || !(apart(0) < most);
   } else {
     CHECK(different <= (coded(settings.method) || chosen ? few : 0));
   }
@@ -302,6 +299,7 @@ Worst random_sequences(const MakeDevice& make_device, Settings settings, DType t
       thresholds(seed + 4000), merging(seed + 5000);
   Worst worst;
   for (int trial = 0; trial < trials; ++trial) {
+    worst.other_rows = false;
     CacheConfig config;
     config.shape = random_shape(random, 3, {1, 2, 3, 4, 5, 8, 16}, {64, 80, 96, 128, 192, 256});
     config.max_sequences = 3;
@@ -452,8 +450,10 @@ Worst random_sequences(const MakeDevice& make_device, Settings settings, DType t
       publications += each->publications();
       merges += each->merges();
     }
-    CHECK(device->publications() == publications);
-    CHECK(device->merges() == merges);
+    if (!worst.other_rows) {  // a row that only one side observes may end a chunk there
+      CHECK(device->publications() == publications);
+      CHECK(device->merges() == merges);
+    }
     worst.publications += publications;
     worst.merges += merges;
     for (const SequenceId seq : seqs) device->erase(seq);

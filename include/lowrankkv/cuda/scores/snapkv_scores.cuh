@@ -5,9 +5,11 @@
 /// score_t = sum over a group's heads h and the last w queries of softmax(scale q_{h,w} K^T)_t,
 /// causal, per KV head (cpu/snapkv_scores.hpp). Two passes over the keys; logits are never stored.
 /// The first pass computes maxima and sums of pieces of 512 rows, which are merged. The second pass
-/// adds up weights. Queries are rounded to full_type, which loses nothing of an engine's 16-bit
-/// queries; sums are f32. Floor: the keys' bytes twice; per row 4 w group head_dim flops and 2 w
-/// group exponentials.
+/// adds up weights. Queries times the scale of the softmax are rounded to full_type; sums are f32.
+/// So scores differ from those of f32 by up to 10^-3 of themselves in f16 and 10^-2 in bf16, and of
+/// rows whose scores are that close another one may be chosen: in f16 in 2 to 5 of 100 selections,
+/// in bf16 in a third of those among 1000 rows (normal queries and keys of 128 channels). Floor:
+/// the keys' bytes twice; per row 4 w group head_dim flops and 2 w group exponentials.
 #pragma once
 
 #include <algorithm>
