@@ -12,7 +12,8 @@ import csv
 import subprocess
 import sys
 
-LEAST_RISE = 0.01  # %: the lowest that is drawn
+from loss_plot import LEAST_RISE, quoted
+
 COLUMNS = ["model", "method", "bytes", "rise", "windows"]
 
 
@@ -37,11 +38,6 @@ def load(name):
         for points in methods.values():
             points.sort()
     return models
-
-
-def quoted(text):
-    """A string of gnuplot's without escapes."""
-    return "'" + text.replace("'", "''") + "'"
 
 
 def script_of(models, out, windows):
