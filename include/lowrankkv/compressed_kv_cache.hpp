@@ -256,8 +256,23 @@ class CompressedKVCache : Backend::template Diagnosis<Basis, Updater, TokenPolic
   void append(SequenceId seq, const KeyView& key, const ValueView& value, Stream stream = {}) {
     append(std::span(&seq, 1), key, value, stream);
   }
+  /// @brief append() to the sequences whose slots are in device memory when the work runs: rows
+  /// [i m, (i + 1) m) belong to slot i. Nothing is stored for slot -1.
+  ///
+  /// Call advance() for the sequences first, at every step, captured or not: this call cannot know
+  /// them. Allocates nothing, waits for nothing. Capturable: the graph serves whatever the slots
+  /// say, and outlives the sequences.
+  /// @param key, value [slots.count * m, num_kv_heads, head_dim]
+  /// @throws ShapeError; CapacityError for more slots than max_sequences, or m beyond tail_capacity
+  void append(const SlotView& slots, const KeyView& key, const ValueView& value,
+              Stream stream = {}) requires(has_streams) {
+    Calls::append(*layer_, slots, key, value, stream);
+  }
+  /// @brief The slot of a sequence, the same until it is erased; below max_sequences. For SlotView.
+  /// @throws SequenceError
+  int slot(SequenceId seq) const { return Calls::sequences(layer()).find(seq); }
   /// @brief Advances the host's lengths before a replay of a captured append() of m tokens per
-  /// sequence.
+  /// sequence, and before every append() of slots.
   /// @throws as append()
   void advance(std::span<const SequenceId> seqs, int m) requires(has_streams) {
     Calls::advance(*layer_, seqs, m);
@@ -318,6 +333,19 @@ class CompressedKVCache : Backend::template Diagnosis<Basis, Updater, TokenPolic
   void attend(SequenceId seq, const QueryView& query, const OutputView& out,
               const LseView& lse = {}, Stream stream = {}) {
     attend(std::span(&seq, 1), query, out, lse, stream);
+  }
+  /// @brief attend() of the sequences whose slots are in device memory when the work runs. At slot
+  /// -1 the outputs are 0 and lse is -inf, whatever the queries are. A slot's sequence has m rows
+  /// in its tail at least.
+  ///
+  /// Results are those of attend() bit for bit. Allocates nothing, waits for nothing. Capturable:
+  /// the graph serves whatever the slots say, and outlives the sequences.
+  /// @param query [slots.count * m, num_qo_heads, head_dim], post-RoPE
+  /// @throws ShapeError, also if m exceeds max_query_tokens; CapacityError for more slots than
+  /// max_sequences
+  void attend(const SlotView& slots, const QueryView& query, const OutputView& out,
+              const LseView& lse = {}, Stream stream = {}) requires(has_streams) {
+    Calls::attend(*layer_, slots, query, out, lse, stream);
   }
   /// @brief attend() that also writes the attention which every position received from these
   /// queries, summed over the queries and over the query heads of a group. accumulate() takes it

@@ -97,6 +97,18 @@ class LayerStack {
   /// @brief Tokens of a sequence, in layer 0.
   std::int64_t num_tokens(SequenceId seq) const { return layers_.front()->num_tokens(seq); }
 
+  /// @brief The slot of a sequence, the same in every layer and until it is erased. For SlotView.
+  /// @throws SequenceError; StateError if layers differ: sequences were created on single layers
+  int slot(SequenceId seq) const {
+    const int slot = layers_.front()->slot(seq);
+    for (const auto& layer : layers_) {
+      if (layer->slot(seq) != slot)
+        detail::fail<StateError>("sequence ", seq, ": slot ", slot, " in layer 0, ",
+                                 layer->slot(seq), " in another, the same expected");
+    }
+    return slot;
+  }
+
   /// @brief Starts an empty sequence in every layer.
   template <class... On>
   void create(SequenceId seq, On... on) {

@@ -156,6 +156,16 @@ using MutableValueView = MutableRowsView<struct MutableValueTag>;
 using KeyTargetView = TargetRowsView<MutableKeyView>;      ///< [num_tokens, num_kv_heads, head_dim]
 using ValueTargetView = TargetRowsView<MutableValueView>;  ///< [num_tokens, num_kv_heads, head_dim]
 
+/// @brief The sequences of a decode step by their slots, read from device memory when the step
+/// runs. A captured step then serves whatever sequences the engine has put there: those that come
+/// and go, and, at places that are -1, none.
+///
+/// CompressedKVCache<Cuda>::slot() says which slot a sequence has. No slot but -1 stands twice.
+struct SlotView {
+  const std::int32_t* data = nullptr;  ///< device memory [count]
+  int count = 0;                       ///< at most CacheConfig::max_sequences
+};
+
 /// @brief Log-sum-exp of the logits, natural logarithm, [num_tokens, num_qo_heads] f32. Null data:
 /// not wanted.
 struct LseView {

@@ -118,6 +118,10 @@ struct StepCalls {
   static void check_advance(const Layer& layer, Sequences seqs, int m);
   static void attend(Layer& layer, Sequences seqs, const QueryView& query, const OutputView& out,
                      const LseView& lse, cudaStream_t stream);
+  static void append(Layer& layer, const SlotView& slots, const KeyView& key,
+                     const ValueView& value, cudaStream_t stream);
+  static void attend(Layer& layer, const SlotView& slots, const QueryView& query,
+                     const OutputView& out, const LseView& lse, cudaStream_t stream);
   static void attend_partial(Layer& layer, Sequences seqs, const QueryView& query,
                              const StateView& states, QueryTokens tokens, cudaStream_t stream);
 };

@@ -40,24 +40,33 @@ void advance_host(Layer& layer, std::span<const SequenceId> seqs, int m) {
   }
 }
 
+/// @brief Enqueues attention to the stored rows of sequences, which have at most `most` of them.
+/// @param sequences  ids, or slots in device memory
+template <class Layer, class Sequences>
+void enqueue_attend(Layer& layer, const Sequences& sequences, const AttentionStep& step,
+                    const QueryView& query, const DeviceOutput& target, const HeadRows& most,
+                    cudaStream_t stream) {
+  auto& state = layer.state;
+  for_each_batch(layer, sequences, [&](const Batch& batch, std::int64_t first) {
+    attend_step<Layer::kForm, Layer::Rows::accumulates_scores, Layer::scale_groups, Layer::joins,
+                Layer::Rule::adapts, false>(
+        state, step, batch, device_rows(query), target, first * step.m, static_cast<int>(first),
+        state.workspace().coded_splits(most.num_compressed), most.num_full, stream);
+  });
+}
+
 /// @brief Enqueues the attention of the queries of some sequences. The caller has checked the
 /// views, except for the number of query tokens. Raises before anything changes.
 template <class Layer>
 void attend_sequences(Layer& layer, std::span<const SequenceId> seqs, const QueryView& query,
                       const DeviceOutput& target, QueryTokens tokens, cudaStream_t stream) {
-  auto& state = layer.state;
   const int m = check_attend(layer, seqs, query);
   const bool own = tokens == QueryTokens::own;
   const HeadRows most = most_attended(layer, seqs, own ? m : 0, capturing(stream));
   if (m == 0) return;
-  AttentionStep step = state.workspace().step(m);
+  AttentionStep step = layer.state.workspace().step(m);
   step.sees_all = !own;
-  for_each_batch(layer, seqs, [&](const Batch& batch, std::int64_t first) {
-    attend_step<Layer::kForm, Layer::Rows::accumulates_scores, Layer::scale_groups, Layer::joins,
-                Layer::Rule::adapts, false>(
-        state, step, batch, device_rows(query), target, first * m, static_cast<int>(first),
-        state.workspace().coded_splits(most.num_compressed), most.num_full, stream);
-  });
+  enqueue_attend(layer, seqs, step, query, target, most, stream);
 }
 
 template <class Layer>
@@ -89,6 +98,38 @@ void StepCalls<Layer>::attend(Layer& layer, Sequences seqs, const QueryView& que
   const DeviceOutput target{out.data, out.token_stride, out.head_stride, lse.data,
                             lse.token_stride};
   attend_sequences(layer, seqs, query, target, QueryTokens::own, stream);
+}
+template <class Layer>
+void StepCalls<Layer>::append(Layer& layer, const SlotView& slots, const KeyView& key,
+                              const ValueView& value, cudaStream_t stream) {
+  const int m = check_slots("append", layer, slots, key.num_tokens);
+  check_views(layer, key, value, slots.count, m);
+  if (m > layer.config.tail_capacity)
+    ::lowrankkv::detail::fail<CapacityError>("tail_capacity: ", layer.config.tail_capacity,
+                                             ", given ", m, " tokens a sequence");
+  if (m == 0) return;
+  for_each_batch(layer, slots, [&](const Batch& batch, std::int64_t first) {
+    enqueue_append(layer, batch, key, value, first * m, m, stream);
+  });
+}
+template <class Layer>
+void StepCalls<Layer>::attend(Layer& layer, const SlotView& slots, const QueryView& query,
+                              const OutputView& out, const LseView& lse, cudaStream_t stream) {
+  check_queries(layer, query, out, lse, query.num_tokens);
+  const int m = check_slots("attend", layer, slots, query.num_tokens);
+  if (m > layer.config.max_query_tokens) {
+    ::lowrankkv::detail::fail<ShapeError>("attend: ", m,
+                                          " query tokens a sequence, max_query_tokens ",
+                                          layer.config.max_query_tokens);
+  }
+  if (m == 0) return;
+  const DeviceOutput target{out.data, out.token_stride, out.head_stride, lse.data,
+                            lse.token_stride};
+  const auto most = [&](RowList list) {
+    return static_cast<std::int32_t>(layer.state.max_rows(list));
+  };
+  enqueue_attend(layer, slots, layer.state.workspace().step(m), query, target,
+                 {most(RowList::full), most(RowList::compressed)}, stream);
 }
 template <class Layer>
 void StepCalls<Layer>::attend_partial(Layer& layer, Sequences seqs, const QueryView& query,

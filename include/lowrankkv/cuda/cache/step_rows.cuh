@@ -31,6 +31,34 @@ void for_each_batch(const Layer& layer, std::span<const SequenceId> seqs, Functi
   }
 }
 
+/// @brief The same for sequences whose slots are in device memory.
+template <class Layer, class Function>
+void for_each_batch(const Layer&, const SlotView& slots, Function&& function) {
+  for (int first = 0; first < slots.count; first += kMaxBatch) {
+    Batch batch;
+    batch.count = (std::min)(slots.count - first, kMaxBatch);
+    batch.on_device = slots.data + first;
+    function(batch, std::int64_t{first});
+  }
+}
+
+/// @brief Checks that a step has equally many tokens for each slot, and memory for the slots.
+/// Returns the number of tokens of a sequence, which may be 0: then nothing is launched.
+/// @throws ShapeError, CapacityError
+template <class Layer>
+int check_slots(const char* call, const Layer& layer, const SlotView& slots,
+                std::int64_t num_tokens) {
+  using ::lowrankkv::detail::fail;
+  if (slots.count < 0 || slots.count > layer.config.max_sequences)
+    fail<CapacityError>(call, ": ", slots.count, " slots, 0 to max_sequences ",
+                        layer.config.max_sequences, " expected");
+  if (slots.count == 0 ? num_tokens != 0 : num_tokens % slots.count != 0)
+    fail<ShapeError>(call, ": ", num_tokens, " tokens for ", slots.count, " slots");
+  if (slots.count == 0 || num_tokens == 0) return 0;
+  if (slots.data == nullptr) fail<ShapeError>(call, ": null pointer with ", slots.count, " slots");
+  return static_cast<int>(num_tokens / slots.count);
+}
+
 /// @brief Checks that there are equally many query tokens for each sequence. Returns that number,
 /// which may be 0: then nothing is launched.
 /// @throws ShapeError, CapacityError

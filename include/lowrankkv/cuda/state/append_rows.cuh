@@ -45,12 +45,13 @@ __global__ void note_stored_kernel(LayerEdit tables, FlushBatch flushed, bool fr
 }
 
 /// @brief Appends `m` tokens to the tail of each sequence. Rows [first + i m, first + (i + 1) m) of
-/// the views belong to batch.slots[i]. If any element of a token is not finite, or beyond `limit`,
-/// the token is stored as zeros and counted in tables.faults. Grid: sequences.
+/// the views belong to sequence i of the batch. If any element of a token is not finite, or beyond
+/// `limit`, the token is stored as zeros and counted in tables.faults. Grid: sequences.
 template <class Rows>
 __global__ void append_kernel(LayerEdit tables, Batch batch, Rows key, Rows value,
                               std::int64_t first, int m, float limit) {
-  const int slot = batch.slots[blockIdx.x];
+  const int slot = batch.slot(blockIdx.x);
+  if (slot < 0) return;
   const DeviceLengths lengths = tables.lengths[slot];
   const int dim = tables.head_dim;
   for (int j = 0; j < m; ++j) {

@@ -366,10 +366,17 @@ class PageWalk {
   int tiles_per_page_, bytes_, page_, tile_;
 };
 
-/// @brief The sequences of a launch.
+/// @brief The sequences of a launch: their slots come with it, or are in device memory, where -1
+/// stands for no sequence.
 struct Batch {
   std::int32_t count = 0;
   std::int32_t slots[kMaxBatch];
+  const std::int32_t* on_device = nullptr;  ///< [count] instead of `slots`; null: none
+
+  /// @brief The slot of a sequence of the launch; negative: there is none.
+  __device__ std::int32_t slot(unsigned index) const {
+    return on_device == nullptr ? slots[index] : on_device[index];
+  }
 };
 
 }  // namespace cuda

@@ -12,6 +12,7 @@
 #include "cuda/support/device_cache.cuh"
 #include "cuda/support/random_layer.hpp"
 #include "cuda/support/star_kv.cuh"
+#include "cuda/support/step_slots.cuh"
 
 namespace star_kv_pre_rope_tests {
 
@@ -253,6 +254,27 @@ TEST_CASE("joint values of pre-RoPE keys, codes whose channels have their own bi
   sequences<JointCodes>(135, {{4, 2, 64}, 0, 33, 50}, true);
   if (effort() == 0) return;
   sequences<JointCodes>(136, {{8, 4, 128}, 2, 128, 240}, true);
+}
+
+TEST_CASE("joint values: a captured step serves the sequences whose slots are in device memory") {
+  Random random(137);
+  const auto serve = [&]<class Cache>(Rope keys, bool coded) {
+    const StarSettings settings = settings_for(random, true, coded, false);
+    CacheConfig config;
+    config.shape = {4, 2, 64};
+    config.epoch_type = DType::f32;
+    config.flush_interval = 16;
+    if (keys == Rope::pre) config.rope = support::random_rope(random, config.shape.head_dim);
+    const support::RandomLayer layer = star::joint_layer(random, config.shape, settings, 40, 50);
+    support::serve_slots<Cache>(
+        layer, config, policies_of<Cache>(settings), random,
+        [&](std::int64_t n, bool key) { return joint_rows(random, layer, n, key); });
+  };
+  serve.operator()<StarKV<Cuda>>(Rope::pre, true);
+  if (effort() == 0) return;
+  serve.operator()<StarKV<Cuda>>(Rope::post, true);
+  serve.operator()<Joint>(Rope::pre, false);
+  serve.operator()<Joint>(Rope::post, false);
 }
 
 TEST_CASE("more columns than logits have room for at a time: several launches, and the same bits") {

@@ -90,14 +90,14 @@ __global__ void __launch_bounds__(32 * joint_warps(scale_groups), 1)
             chunk = static_cast<int>(blockIdx.x) / call.splits % call.chunks,
             part = static_cast<int>(blockIdx.x) / call.splits / call.chunks;
   const int group = static_cast<int>(blockIdx.y),
-            sequence = first_sequence + static_cast<int>(blockIdx.z),
-            slot = batch.slots[blockIdx.z];
+            sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slot(blockIdx.z);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32,
             g = lane / 4, t = lane % 4;
   const int leader = group * tables.joint_heads, columns = step.columns(),
             first_column = (call.first_chunk + chunk) * kJointColumns,
             last_column = min(first_column + kJointColumns, tables.joint_heads * columns) - 1;
-  const int rows = tables.num_rows(RowList::compressed, slot, leader), splits = joint_splits(rows);
+  const int rows = slot < 0 ? 0 : tables.num_rows(RowList::compressed, slot, leader),
+            splits = joint_splits(rows);
   if (split >= splits || last_column < first_column) {
     wait_for_last_kernel();
     return;

@@ -33,11 +33,11 @@ __global__ void __launch_bounds__(32 * kFoldWarps)
       references[groups][kMaxJointSplits][kJointColumns];
   const int group = static_cast<int>(blockIdx.y) / call.chunks,
             chunk = static_cast<int>(blockIdx.y) % call.chunks,
-            sequence = first_sequence + static_cast<int>(blockIdx.z),
-            slot = batch.slots[blockIdx.z];
+            sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slot(blockIdx.z);
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32,
             heads = tables.num_heads, leader = group * tables.joint_heads;  // a lane is a column
-  const int splits = joint_splits(tables.num_rows(RowList::compressed, slot, leader)),
+  const int splits =
+                slot < 0 ? 0 : joint_splits(tables.num_rows(RowList::compressed, slot, leader)),
             columns = step.columns(), column = (call.first_chunk + chunk) * kJointColumns + lane;
   wait_for_last_kernel();
   release_next_kernel();

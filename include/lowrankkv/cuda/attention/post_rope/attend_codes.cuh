@@ -87,8 +87,11 @@ __global__ void __launch_bounds__(kAttendThreads, code_blocks(max_units, column_
   const int block_index = static_cast<int>(blockIdx.x) / column_groups,
             first_block = static_cast<int>(blockIdx.x) % column_groups * column_blocks;
   const int head = static_cast<int>(blockIdx.y),
-            sequence = first_sequence + static_cast<int>(blockIdx.z),
-            slot = batch.slots[blockIdx.z];
+            sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slot(blockIdx.z);
+  if (slot < 0) {
+    wait_for_last_kernel();  // later kernels rely on it
+    return;
+  }
   const int list_rows = tables.num_rows(RowList::compressed, slot, head);
   SegmentRows range{0, 0, list_rows, 0, splits_of(list_rows)};
   [[maybe_unused]] int segment = 0;

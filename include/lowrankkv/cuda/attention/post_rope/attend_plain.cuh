@@ -56,12 +56,15 @@ __global__ void __launch_bounds__(kAttendThreads)
   const int entry = static_cast<int>(blockIdx.x) / groups,
             first_block = static_cast<int>(blockIdx.x) % groups * column_blocks;
   const int head = static_cast<int>(blockIdx.y),
-            sequence = first_sequence + static_cast<int>(blockIdx.z),
-            slot = batch.slots[blockIdx.z];
+            sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slot(blockIdx.z);
   constexpr bool coded = which == PlainRows::compressed, prompt = which == PlainRows::prompt;
   const bool tail =
       which == PlainRows::recent && entry == 0;  // later entries: splits of the full rows
   const RowList list = coded ? RowList::compressed : RowList::full;
+  if (slot < 0) {
+    end_after_last_kernel();
+    return;
+  }
   const DeviceLengths lengths = tables.lengths[slot];
   const HeadTiles layout = coded ? tables.compressed[head] : prompt ? tables.full : tables.listed;
   const int tile_bytes = scaled && tail ? tables.full.bytes : layout.bytes;

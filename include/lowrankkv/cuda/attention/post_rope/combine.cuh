@@ -65,6 +65,24 @@ __device__ inline float of_column(const float4& x, int index) {
   return index == 0 ? x.x : index == 1 ? x.y : index == 2 ? x.z : x.w;
 }
 
+/// Writes what attention to no rows gives, to the columns of a block: outputs of 0, lse -inf.
+/// @param first  row of the outputs of the sequence's first query token
+__device__ inline void write_no_rows(const AttentionStep& step, const DeviceOutput& out,
+                                     std::int64_t first, int head, int block, int dim) {
+  const int columns = min(kBlockColumns, step.columns() - block * kBlockColumns);
+  for (int item = static_cast<int>(threadIdx.x); item < columns * dim;
+       item += static_cast<int>(blockDim.x)) {
+    const int column = block * kBlockColumns + item / dim, channel = item % dim;
+    const std::int64_t token = first + column / step.group;
+    const int query_head = head * step.group + column % step.group;
+    if (out.data != nullptr)
+      out.data[token * out.token_stride + query_head * out.head_stride + channel] = 0.0F;
+    if (channel > 0 || out.lse == nullptr) continue;
+    out.lse[token * out.lse_stride + query_head] = -INFINITY;
+    if (out.sum != nullptr) out.sum[token * out.lse_stride + query_head] = 0.0F;
+  }
+}
+
 }  // namespace detail
 
 /// @brief Writes out and lse of every column. Grid: column blocks x KV heads x sequences.
@@ -94,13 +112,18 @@ __global__ void __launch_bounds__(kStepThreads, columns == 1 ? 2 : 1)
   __shared__ float tops[columns], sums[columns];
   __shared__ Sums segment_sums[1 + scale_groups];
   const int block = static_cast<int>(blockIdx.x), head = static_cast<int>(blockIdx.y),
-            sequence = first_sequence + static_cast<int>(blockIdx.z),
-            slot = batch.slots[blockIdx.z];
+            sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slot(blockIdx.z);
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32,
             g = lane / 4, t = lane % 4, dim = tables.head_dim;
   const std::size_t row =
       static_cast<std::size_t>(sequence) * static_cast<std::size_t>(tables.num_heads) +
       static_cast<std::size_t>(head);
+  if (slot < 0) {
+    wait_for_last_kernel();  // what wrote the output before is done
+    detail::write_no_rows(step, out, first_row + std::int64_t{blockIdx.z} * step.m, head, block,
+                          dim);
+    return;
+  }
   const int coded_rows =
                 form == CodedForm::none ? 0 : tables.num_rows(RowList::compressed, slot, head),
             segments = form == CodedForm::none ? 0 : tables.num_segments(slot, coded_rows);

@@ -155,7 +155,8 @@ __global__ void __launch_bounds__(kStepThreads, 2)
   const int together = packs ? project_sequences(step.columns(), segmented) : 1,
             first_in_batch = static_cast<int>(blockIdx.y) * together;
   const int sequences = packs ? min(together, batch.count - first_in_batch) : 1,
-            slot = batch.slots[first_in_batch];
+            slot = batch.slot(static_cast<unsigned>(first_in_batch));
+  if (segmented && slot < 0) return;
   const int list_rows = segmented ? tables.num_rows(RowList::compressed, slot, head) : 0;
   if (segmented && index >= tables.num_segments(slot, list_rows)) return;
   const int first_column = static_cast<int>(blockIdx.z) * kProjectColumns,

@@ -249,8 +249,12 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
   const int first_entry = static_cast<int>(blockIdx.x) / step.blocks,
             block = static_cast<int>(blockIdx.x) % step.blocks;
   const int head = static_cast<int>(blockIdx.y),
-            sequence = first_sequence + static_cast<int>(blockIdx.z),
-            slot = batch.slots[blockIdx.z], head_dim = tables.head_dim;
+            sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slot(blockIdx.z),
+            head_dim = tables.head_dim;
+  if (slot < 0) {
+    if (!recent) wait_for_last_kernel();
+    return;
+  }
   const RowList list = coded ? RowList::compressed : RowList::full;
   const DeviceLengths lengths = tables.lengths[slot];
   const int last_token = min((block + 1) * kBlockColumns - 1, step.columns() - 1) / step.group;

@@ -181,8 +181,11 @@ __global__ void __launch_bounds__(32 * kPreRopeCodeWarps)
   const int first_split = static_cast<int>(blockIdx.x) / step.blocks,
             block = static_cast<int>(blockIdx.x) % step.blocks;
   const int head = static_cast<int>(blockIdx.y),
-            sequence = first_sequence + static_cast<int>(blockIdx.z),
-            slot = batch.slots[blockIdx.z];
+            sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slot(blockIdx.z);
+  if (slot < 0) {
+    wait_for_last_kernel();  // later kernels rely on it
+    return;
+  }
   const int rows = tables.num_rows(RowList::compressed, slot, head),
             splits = segmented ? tables.list_splits(slot, head, rows) : splits_of(rows);
   if (first_split >= splits) {

@@ -50,8 +50,7 @@ __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units))
       std::uint64_t barriers[logit_warps(scale_groups, max_units)][kPreRopeStages];
   __shared__ HeadTiles layout;
   const int pair = static_cast<int>(blockIdx.x) / blocks, group = static_cast<int>(blockIdx.y),
-            sequence = first_sequence + static_cast<int>(blockIdx.z),
-            slot = batch.slots[blockIdx.z];
+            sequence = first_sequence + static_cast<int>(blockIdx.z), slot = batch.slot(blockIdx.z);
   const int first_column = call.first_chunk * kJointColumns,
             last_column = min((call.first_chunk + call.chunks) * kJointColumns,
                               tables.joint_heads * step.columns()) -
@@ -63,7 +62,7 @@ __global__ void __launch_bounds__(32 * logit_warps(scale_groups, max_units))
             lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   const int first = static_cast<int>(blockIdx.x) % blocks * warps,
             tile_stride = blocks * warps;  // in tiles
-  const bool there = index <= step.pair_of(last_column);
+  const bool there = slot >= 0 && index <= step.pair_of(last_column);
   const int rows = there ? tables.num_rows(RowList::compressed, slot, head) : 0,
             tiles = (rows + tile_rows - 1) / tile_rows;
   if (first >= tiles) {

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// A captured step whose sequences are read from device memory: they come and go, and some places
+// have none.
+#include "cuda/support/step_slots.cuh"
+
+#include <doctest/doctest.h>
+
+#include "cuda/support/compositions.cuh"
+
+namespace step_slots_tests {
+
+using namespace lowrankkv;
+namespace gpu = lowrankkv::cuda;  // CUDA's own libraries have a namespace cuda too
+using support::Codes;
+using support::Method;
+using support::Random;
+using support::Settings;
+
+TEST_CASE("a captured step serves the sequences whose slots are in device memory") {
+  Random random(11);
+  Settings settings;
+  CacheConfig config;
+  const CacheShape shape{8, 2, 64};
+  const auto full = support::random_layer(random, shape, settings, 64);
+  support::serve_slots<FullKV<Cuda>>(full, config, {}, random);
+  settings.method = Method::codes;
+  config.epoch_type = DType::f32;
+  const auto coded = support::random_layer(random, shape, settings, 64);
+  support::serve_slots<Codes>(coded, config, {{}, {}, {4, 32}, {}}, random);
+  config.epoch_type = DType::f16;
+  config.publish_interval = 40;
+  const auto narrow = support::random_layer(random, shape, settings, 24);
+  using Merging = CompressedKVCache<Cuda, PerHead, Oja, SinkRecent, NoQuantizer, KeepEpochs<2>>;
+  support::serve_slots<Merging>(narrow, config, {{}, {}, {4, 32}, {}}, random);
+  config.rope = {.keys = Rope::pre, .frequencies = rope_frequencies(64, 10000.0)};
+  support::serve_slots<Codes>(coded, config, {{}, {}, {4, 32}, {}}, random);
+  support::serve_slots<Merging>(narrow, config, {{}, {}, {4, 32}, {}}, random);
+}
+
+TEST_CASE("steps of slots refuse what does not fit, and take nothing") {
+  Random random(12);
+  CacheConfig config;
+  config.shape = {8, 2, 64};
+  config.max_sequences = 3;
+  FullKV<Cuda> cache(config, {}, {});
+  gpu::DeviceArray<float> rows(8 * 8 * 64);
+  gpu::DeviceArray<std::int32_t> slots(4);
+  const auto keys = [&](std::int64_t n) { return KeyView{rows.data(), n, 2, 64}; };
+  const auto values = [&](std::int64_t n) { return ValueView{rows.data(), n, 2, 64}; };
+  const auto queries = [&](std::int64_t n) { return QueryView{rows.data(), n, 8, 64}; };
+  const auto outputs = [&](std::int64_t n) { return OutputView{rows.data(), n, 8, 64}; };
+  CHECK_THROWS_WITH_AS(cache.append(SlotView{slots.data(), 4}, keys(4), values(4)),
+                       "append: 4 slots, 0 to max_sequences 3 expected", CapacityError);
+  CHECK_THROWS_WITH_AS(cache.attend(SlotView{slots.data(), 4}, queries(4), outputs(4)),
+                       "attend: 4 slots, 0 to max_sequences 3 expected", CapacityError);
+  CHECK_THROWS_WITH_AS(cache.append(SlotView{slots.data(), 2}, keys(3), values(3)),
+                       "append: 3 tokens for 2 slots", ShapeError);
+  CHECK_THROWS_WITH_AS(cache.append(SlotView{nullptr, 2}, keys(2), values(2)),
+                       "append: null pointer with 2 slots", ShapeError);
+  CHECK_THROWS_AS(
+      cache.attend(SlotView{slots.data(), 1}, queries(cache.config().max_query_tokens + 1),
+                   outputs(cache.config().max_query_tokens + 1)),
+      ShapeError);
+  cache.append(SlotView{}, keys(0), values(0));
+  cache.attend(SlotView{}, queries(0), outputs(0));
+  CHECK_THROWS_AS(cache.slot(7), SequenceError);
+  cache.create(7);
+  CHECK(cache.slot(7) >= 0);
+  CHECK(cache.slot(7) < 3);
+}
+
+}  // namespace step_slots_tests
