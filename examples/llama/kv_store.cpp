@@ -76,6 +76,7 @@ std::unique_ptr<KvStore> make_store(const MethodOptions& options, const Config& 
   Recipe recipe{options, {}, model, calibration.of(keys), threads, calibration.star_kv};
   recipe.config.shape = model.cache_shape();
   recipe.config.max_tokens = max_tokens;
+  recipe.config.max_sequences = options.sequences;
   recipe.config.full_type = options.storage;
   recipe.config.epoch_type =
       options.storage == lowrankkv::DType::f32 ? lowrankkv::DType::f32 : lowrankkv::DType::f16;

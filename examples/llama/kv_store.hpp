@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "device_caches.hpp"
 #include "lowrankkv/calibrate/layer_moments.hpp"
 #include "lowrankkv/core/cache_config.hpp"
 #include "lowrankkv/core/memory_usage.hpp"
@@ -36,6 +37,8 @@ class KvStore {
   virtual lowrankkv::MemoryUsage memory(lowrankkv::SequenceId seq) const = 0;
   virtual lowrankkv::MemoryUsage memory() const = 0;
   virtual std::int64_t num_tokens(lowrankkv::SequenceId seq) const = 0;
+  /// The caches, where they are in device memory; null: they are not.
+  virtual DeviceCaches* on_device() { return nullptr; }
 };
 
 /// How the rows that a key basis is fitted to are chosen.
@@ -67,6 +70,11 @@ struct MethodOptions {
   bool cpu_codes = false;  // Budgeted on the GPU: the codes of the CPU's budget, in more bytes
   std::int64_t prefill_chunk = 0;     // 0: the whole prompt
   std::int64_t publish_interval = 0;  // rows between two epochs; 0: the library's default
+  int sequences = 1;                  // that there may be at a time
+  // On the GPU:
+  int query_tokens = 64;          // most tokens of a decode step
+  std::size_t pool_bytes = 0;     // of pages; 0: what the sequences can ever need
+  DeviceStream stream = nullptr;  // of all work; null: the default stream
 };
 
 /// Tokens at which generation spends a budget if nobody says: `tokens`, those of prompt and answer,

@@ -24,6 +24,8 @@
 #include "lowrankkv/core/byte_stream.hpp"
 #include "lowrankkv/version.hpp"
 #include "report.hpp"
+#include "serving/random_shape.hpp"
+#include "serving/serve_command.hpp"
 #include "speed.hpp"
 #include "star_kv_trainer.hpp"
 #include "synthesize.hpp"
@@ -45,14 +47,16 @@ struct Options {
   std::uint64_t seed = 0;
   llama::MethodOptions method;
 
-  void add_model(CLI::App* app) {
-    app->add_option("--model", model,
-                    "Hugging Face folder: config.json, *.safetensors, tokenizer.json")
-        ->required()
-        ->check(CLI::ExistingDirectory);
+  CLI::Option* add_model(CLI::App* app) {
+    CLI::Option* folder =
+        app->add_option("--model", model,
+                        "Hugging Face folder: config.json, *.safetensors, tokenizer.json")
+            ->required()
+            ->check(CLI::ExistingDirectory);
     app->add_option("--threads", threads, "threads")
         ->check(CLI::Range(1, 256))
         ->capture_default_str();
+    return folder;
   }
   /// Only where something is drawn; everything else is deterministic.
   CLI::Option* add_seed(CLI::App* app, const std::string& drawn) {
@@ -404,6 +408,15 @@ int main(int argc, char** argv) try {
           ->check(CLI::ExistingFile);
   options.add_seed(speed, "ids drawn from the vocabulary")->excludes(prompt_text);
 
+  CLI::App* serving = app.add_subcommand(
+      "serve-bench", "requests served together on a GPU: tokens/s, latencies, sequences that fit");
+  llama::ServeCommand serve_command;
+  CLI::Option* served_model = options.add_model(serving);
+  options.add_method(serving);
+  serve_command.add(serving);
+  options.add_seed(serving, "requests, and with --shape of weights");
+  served_model->required(false)->excludes(serving->get_option("--shape"));
+
   CLI::App* calibrate = app.add_subcommand(
       "calibrate", "moments of a text's queries, keys and values, from which every basis follows");
   std::string out = "bases.safetensors";
@@ -525,10 +538,25 @@ int main(int argc, char** argv) try {
   if (nucleus->count() > 0 && sampling.temperature == 0.0F)
     throw std::runtime_error("generate: --top-p " + nucleus->results().front() +
                              " with --temperature 0, which draws nothing");
+  const auto served = [&] {
+    return llama::ServedMethods{options.methods, options.ratios, options.method,
+                                options.json,    options.csv,    options.seed};
+  };
+  if (serving->parsed() && !serve_command.shape().empty()) {
+    const llama::Config config = llama::shape_of(serve_command.shape());
+    serve_command.run(nullptr, config, llama::random_calibration(config), served());
+    return 0;
+  }
+  if (serving->parsed() && options.model.empty())
+    throw std::runtime_error("serve-bench: --model or --shape is needed");
   if (synthesize->parsed() && words.empty()) words = llama::words_beside(llama::this_program());
   llama::Engine engine(options.model, options.threads);
   if (!options.trained.empty())
     options.star_kv = llama::use_trained_weights(options.trained, engine.model);
+  if (serving->parsed()) {
+    serve_command.run(&engine, engine.model.config(), options.calibration(engine), served());
+    return 0;
+  }
   if (options.method.on_gpu) engine.model.compute_on_gpu();
   if (calibrate->parsed()) {
     if (calibration.texts.empty() && !from_weights)

@@ -8,7 +8,8 @@ namespace llama {
 
 std::unique_ptr<DeviceCaches> make_device_caches(const std::vector<lowrankkv::CacheConfig>&,
                                                  const std::vector<lowrankkv::LayerBasis>&,
-                                                 const device::AnyPolicies&) {
+                                                 const device::AnyPolicies&, bool, std::size_t,
+                                                 DeviceStream) {
   throw std::runtime_error("--device cuda: this program was built without LOWRANKKV_CUDA");
 }
 

@@ -89,24 +89,22 @@ class StackStore final : public KvStore {
 /// are in device memory too.
 class DeviceStore final : public KvStore {
  public:
-  /// @param pre_rope  keys are stored before their rotary embedding
-  DeviceStore(std::unique_ptr<DeviceCaches> caches, bool pre_rope)
-      : caches_(std::move(caches)), pre_rope_(pre_rope) {}
+  explicit DeviceStore(std::unique_ptr<DeviceCaches> caches) : caches_(std::move(caches)) {}
   void create(lowrankkv::SequenceId seq) override { caches_->create(seq); }
   void erase(lowrankkv::SequenceId seq) override { caches_->erase(seq); }
   void prefill(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows,
                float* out) override {
-    caches_->prefill(layer, seq, n, rows.query, key_of(rows), rows.value, out);
+    caches_->prefill(layer, seq, n, rows, lowrankkv::Prompt::complete, out);
   }
   void ingest(int layer, lowrankkv::SequenceId seq, std::int64_t n,
               const Projected& rows) override {
-    caches_->ingest(layer, seq, n, rows.query, key_of(rows), rows.value);
+    caches_->ingest(layer, seq, n, rows, n);
   }
   void decode(int layer, lowrankkv::SequenceId seq, std::int64_t n, const Projected& rows,
               float* out) override {
-    caches_->decode(layer, seq, n, rows.query, key_of(rows), rows.value, out);
+    caches_->decode(layer, seq, n, rows, out);
   }
-  void maintain(lowrankkv::SequenceId seq) override { caches_->maintain(seq); }
+  void maintain(lowrankkv::SequenceId seq) override { caches_->maintain({&seq, 1}); }
   lowrankkv::MemoryUsage memory(lowrankkv::SequenceId seq) const override {
     return caches_->memory(seq);
   }
@@ -114,13 +112,10 @@ class DeviceStore final : public KvStore {
   std::int64_t num_tokens(lowrankkv::SequenceId seq) const override {
     return caches_->num_tokens(seq);
   }
+  DeviceCaches* on_device() override { return caches_.get(); }
 
  private:
-  const float* key_of(const Projected& rows) const {
-    return pre_rope_ ? rows.pre_rope_key : rows.key;
-  }
   std::unique_ptr<DeviceCaches> caches_;
-  bool pre_rope_ = false;
 };
 
 /// What the command line asks for, and the model that it is for.
@@ -169,9 +164,10 @@ struct Recipe {
                                         const PolicySet& policies) const {
     if constexpr (std::is_constructible_v<device::AnyPolicies, const PolicySet&>) {
       std::vector<lowrankkv::CacheConfig> on_device = of_layers;
-      for (lowrankkv::CacheConfig& of_layer : on_device) of_layer.max_query_tokens = 64;
-      return std::make_unique<DeviceStore>(make_device_caches(on_device, bases, policies),
-                                           pre_rope);
+      for (lowrankkv::CacheConfig& of_layer : on_device)
+        of_layer.max_query_tokens = options.query_tokens;
+      return std::make_unique<DeviceStore>(make_device_caches(on_device, bases, policies, pre_rope,
+                                                              options.pool_bytes, options.stream));
     } else {
       throw std::runtime_error(
           options.method +

@@ -5,6 +5,8 @@
 
 #include <doctest/doctest.h>
 
+#include <vector>
+
 #include "cuda/support/compositions.cuh"
 
 namespace step_slots_tests {
@@ -67,6 +69,26 @@ TEST_CASE("steps of slots refuse what does not fit, and take nothing") {
   cache.create(7);
   CHECK(cache.slot(7) >= 0);
   CHECK(cache.slot(7) < 3);
+}
+
+TEST_CASE("a sequence that is named twice among many is found") {
+  CacheConfig config;
+  config.shape = {2, 1, 16};
+  config.max_sequences = 40;
+  config.max_tokens = 64;
+  FullKV<Cuda> cache(config, {}, {});
+  std::vector<SequenceId> seqs;
+  for (SequenceId seq = 0; seq < 40; ++seq) {
+    cache.create(seq);
+    seqs.push_back(seq);
+  }
+  const gpu::DeviceArray<float> rows(40 * 16);
+  cache.append(seqs, {rows.data(), 40, 1, 16}, {rows.data(), 40, 1, 16});
+  seqs[37] = 5;
+  CHECK_THROWS_WITH_AS(cache.append(seqs, {rows.data(), 40, 1, 16}, {rows.data(), 40, 1, 16}),
+                       "append: sequence 5 stands at place 37 and before", SequenceError);
+  CHECK(cache.num_tokens(5) == 1);
+  cache.maintain(seqs);  // each once
 }
 
 }  // namespace step_slots_tests

@@ -2,6 +2,9 @@
 // What the example engine asks of cuBLAS, on the host: products in f64, rounded at the end.
 #pragma once
 
+#include <cuda_runtime_api.h>
+#include <library_types.h>
+
 #include <cstddef>
 
 using cublasHandle_t = void*;
@@ -17,13 +20,30 @@ inline cublasStatus_t cublasCreate(cublasHandle_t* handle) {
 }
 inline cublasStatus_t cublasDestroy(cublasHandle_t) { return CUBLAS_STATUS_SUCCESS; }
 
-/// Column-major c [rows, columns] = alpha a^T b, a [inner, rows], b [inner, columns].
-inline cublasStatus_t cublasSgemm(cublasHandle_t, cublasOperation_t of_a, cublasOperation_t of_b,
-                                  int rows, int columns, int inner, const float* alpha,
-                                  const float* a, int a_stride, const float* b, int b_stride,
-                                  const float* beta, float* c, int c_stride) {
-  if (of_a != CUBLAS_OP_T || of_b != CUBLAS_OP_N || *beta != 0.0F)
+inline cublasStatus_t cublasSetStream(cublasHandle_t, cudaStream_t) {
+  return CUBLAS_STATUS_SUCCESS;
+}
+inline cublasStatus_t cublasSetWorkspace(cublasHandle_t, void*, std::size_t) {
+  return CUBLAS_STATUS_SUCCESS;
+}
+
+enum cublasComputeType_t { CUBLAS_COMPUTE_32F };
+enum cublasGemmAlgo_t { CUBLAS_GEMM_DEFAULT };
+
+/// Column-major c [rows, columns] = alpha a^T b, a [inner, rows], b [inner, columns], all in f32.
+inline cublasStatus_t cublasGemmEx(cublasHandle_t, cublasOperation_t of_a, cublasOperation_t of_b,
+                                   int rows, int columns, int inner, const void* alpha,
+                                   const void* of_weights, cudaDataType a_type, int a_stride,
+                                   const void* of_rows, cudaDataType b_type, int b_stride,
+                                   const void* beta, void* out, cudaDataType c_type, int c_stride,
+                                   cublasComputeType_t, cublasGemmAlgo_t) {
+  if (of_a != CUBLAS_OP_T || of_b != CUBLAS_OP_N || *static_cast<const float*>(beta) != 0.0F ||
+      a_type != CUDA_R_32F || b_type != CUDA_R_32F || c_type != CUDA_R_32F)
     return CUBLAS_STATUS_NOT_SUPPORTED;
+  const auto* a = static_cast<const float*>(of_weights);
+  const auto* b = static_cast<const float*>(of_rows);
+  auto* c = static_cast<float*>(out);
+  const double scale = static_cast<double>(*static_cast<const float*>(alpha));
   const auto at = [](int row, int column, int stride) {
     return static_cast<std::size_t>(column) * static_cast<std::size_t>(stride) +
            static_cast<std::size_t>(row);
@@ -34,7 +54,7 @@ inline cublasStatus_t cublasSgemm(cublasHandle_t, cublasOperation_t of_a, cublas
       for (int i = 0; i < inner; ++i)
         sum += static_cast<double>(a[at(i, row, a_stride)]) *
                static_cast<double>(b[at(i, column, b_stride)]);
-      c[at(row, column, c_stride)] = static_cast<float>(static_cast<double>(*alpha) * sum);
+      c[at(row, column, c_stride)] = static_cast<float>(scale * sum);
     }
   }
   return CUBLAS_STATUS_SUCCESS;

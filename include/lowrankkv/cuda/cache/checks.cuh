@@ -51,15 +51,23 @@ int idle_slot(const Layer& layer, SequenceId seq) {
 template <class Layer>
 std::vector<int> idle_slots(const Layer& layer, std::span<const SequenceId> seqs) {
   std::vector<int> slots;
+  std::vector<bool> named(static_cast<std::size_t>(layer.config.max_sequences));
   for (const SequenceId seq : seqs) {
     const int slot = idle_slot(layer, seq);
-    if (std::find(slots.begin(), slots.end(), slot) == slots.end()) slots.push_back(slot);
+    if (named[static_cast<std::size_t>(slot)]) continue;
+    named[static_cast<std::size_t>(slot)] = true;
+    slots.push_back(slot);
   }
   return slots;
 }
 
 /// @brief Checks that no sequence is named twice. @throws SequenceError
 inline void check_distinct(const char* call, std::span<const SequenceId> seqs) {
+  if (seqs.size() > 32) {  // many steps of many sequences: not every pair
+    std::vector<SequenceId> sorted(seqs.begin(), seqs.end());
+    std::sort(sorted.begin(), sorted.end());
+    if (std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end()) return;
+  }
   for (std::size_t i = 0; i < seqs.size(); ++i) {
     const auto here = seqs.begin() + static_cast<std::ptrdiff_t>(i);
     if (std::find(seqs.begin(), here, seqs[i]) == here) continue;
