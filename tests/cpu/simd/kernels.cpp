@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: Apache-2.0
+// The kernels of every instruction set that this machine has, against float64: conversions, logits
+// and weighted sums of rows in place, exponentials.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "lowrankkv/core/scalar.hpp"
+#include "lowrankkv/cpu/convert.hpp"
+#include "lowrankkv/cpu/simd/kernels.hpp"
+
+namespace simd_kernel_tests {
+
+using namespace lowrankkv;
+using cpu::simd::Kernels;
+
+namespace {
+
+template <class Check>
+void on_every_level(Check&& check) {
+  for (const char* name : {"portable", "avx2", "avx512"}) {
+    const Kernels* kernels = cpu::simd::kernels_named(name);
+    if (kernels == nullptr) continue;
+    CAPTURE(name);
+    check(*kernels);
+  }
+}
+
+/// Memory of exactly `bytes`, so that AddressSanitizer sees a read of one byte more.
+std::unique_ptr<std::byte[]> exactly(std::size_t bytes) {
+  return std::make_unique<std::byte[]>(bytes);
+}
+
+/// Random numbers of a type, and what they stand for.
+struct Numbers {
+  std::unique_ptr<std::byte[]> stored;
+  std::vector<float> values;
+  Numbers(std::mt19937_64& random, DType type, int count)
+      : stored(exactly(static_cast<std::size_t>(count) * size_of(type))),
+        values(static_cast<std::size_t>(count)) {
+    std::normal_distribution<float> normal;
+    for (float& x : values) x = round_to(type, normal(random));
+    cpu::from_f32(type, values.data(), count, stored.get());
+  }
+};
+
+int drawn(std::mt19937_64& random, int from, int to) {
+  return std::uniform_int_distribution<int>(from, to)(random);
+}
+
+}  // namespace
+
+TEST_CASE("there are portable kernels, those that are named are used, and unknown ones are not") {
+  REQUIRE(cpu::simd::kernels_named("portable") != nullptr);
+  CHECK(cpu::simd::kernels_named("avx1024") == nullptr);
+  const char* wish = std::getenv("LOWRANKKV_SIMD");
+  if (wish != nullptr && cpu::simd::kernels_named(wish) != nullptr)
+    CHECK(&cpu::simd::kernels() == cpu::simd::kernels_named(wish));
+}
+
+TEST_CASE("every f16 and every bf16 becomes the f32 that it stands for") {
+  on_every_level([](const Kernels& kernels) {
+    for (const DType type : {DType::f16, DType::bf16}) {
+      std::vector<std::uint16_t> all(65536 + 7);  // no multiple of any register
+      for (std::size_t i = 0; i < all.size(); ++i) all[i] = static_cast<std::uint16_t>(i);
+      std::vector<float> got(all.size());
+      kernels.to_f32[static_cast<std::size_t>(cpu::simd::stored_as(type))](
+          reinterpret_cast<const std::byte*>(all.data()), static_cast<std::ptrdiff_t>(all.size()),
+          got.data());
+      bool good = true;
+      for (std::size_t i = 0; i < all.size(); ++i) {
+        const float expected =
+            type == DType::f16 ? to_float(Half{all[i]}) : to_float(BFloat16{all[i]});
+        good = good && (std::isnan(expected) ? std::isnan(got[i])
+                                             : std::bit_cast<std::uint32_t>(got[i]) ==
+                                                   std::bit_cast<std::uint32_t>(expected));
+      }
+      CHECK(good);
+    }
+  });
+}
+
+TEST_CASE("exponentials have a relative error below 2^-22, are 0 below -88 and behind the count") {
+  std::mt19937_64 random(3);
+  std::uniform_real_distribution<float> wide(-87.3F, 0.0F), narrow(-1.0F, 0.0F);
+  on_every_level([&](const Kernels& kernels) {
+    double worst = 0.0;
+    for (int round = 0; round < 4000; ++round) {
+      const int count = drawn(random, 1, 250), width = (count + 15) / 16 * 16 + 16;
+      const float top = round % 2 == 0 ? 0.0F : 1000.0F * wide(random);
+      std::vector<float> line(static_cast<std::size_t>(width), NAN), given;
+      for (int i = 0; i < count; ++i)
+        line[static_cast<std::size_t>(i)] =
+            (std::min)(top, top + (i % 2 == 0 ? wide(random) : narrow(random)));
+      line[0] = top;
+      given = line;
+      const float sum = kernels.exponentials(line.data(), count, width, top);
+      double expected_sum = 0.0;
+      for (int i = 0; i < count; ++i) {
+        const float shifted = given[static_cast<std::size_t>(i)] - top;  // one rounding of its own
+        const double expected = std::exp(static_cast<double>(shifted));
+        expected_sum += expected;
+        if (shifted < -87.3F) continue;
+        worst =
+            (std::max)(worst, std::abs(line[static_cast<std::size_t>(i)] - expected) / expected);
+      }
+      REQUIRE(line[0] == 1.0F);
+      for (int i = count; i < width; ++i) REQUIRE(line[static_cast<std::size_t>(i)] == 0.0F);
+      REQUIRE(std::abs(sum - expected_sum) < 2e-6 * expected_sum);
+    }
+    CHECK(worst < 0x1p-22);
+    float low[16] = {-88.0F, -88.5F, -100.0F, -1e30F, -INFINITY, 0.0F};
+    CHECK(kernels.exponentials(low, 6, 16, 0.0F) == 1.0F);
+    for (int i = 0; i < 5; ++i) CHECK(low[i] == 0.0F);
+  });
+}
+
+TEST_CASE("the largest logit of a line counts, with its bias, and nothing behind it") {
+  std::mt19937_64 random(4);
+  std::normal_distribution<float> normal;
+  on_every_level([&](const Kernels& kernels) {
+    for (int count = 1; count <= 70; ++count) {
+      for (const float bias : {0.0F, -3.5F}) {
+        std::vector<float> line(80, 1e9F);
+        float expected = -INFINITY;
+        for (int i = 0; i < count; ++i) {
+          line[static_cast<std::size_t>(i)] = normal(random);
+          expected = (std::max)(expected, line[static_cast<std::size_t>(i)] + bias);
+        }
+        REQUIRE(kernels.largest(line.data(), count, bias) == expected);
+      }
+    }
+  });
+}
+
+TEST_CASE(
+    "logits of keys in place are the products in float64, whatever the shape, and a row's bits do "
+    "not depend on those beside it") {
+  std::mt19937_64 random(5);
+  std::normal_distribution<float> normal;
+  on_every_level([&](const Kernels& kernels) {
+    for (int round = 0; round < 300; ++round) {
+      const DType type = static_cast<DType>(round % 3);
+      const auto size = static_cast<std::ptrdiff_t>(size_of(type));
+      const int channels = drawn(random, 1, 140), rows = drawn(random, 1, 9);
+      const int per_page = drawn(random, 1, 70), stride = cpu::simd::kBlockRows + 16;
+      std::vector<float> query(static_cast<std::size_t>(rows * channels));
+      for (float& x : query) x = normal(random);
+      // Pieces of several pages, from a random row on.
+      std::vector<Numbers> pages;
+      std::vector<cpu::simd::KeyPiece> pieces;
+      std::vector<double> expected;  // [keys, rows]
+      int keys = 0;
+      for (int row = drawn(random, 0, per_page - 1); keys < drawn(random, 1, 200);) {
+        if (pages.empty() || row == per_page) {
+          if (!pages.empty()) row = 0;
+          pages.emplace_back(random, type, channels * per_page);
+        }
+        const int count = (std::min)({16, per_page - row, cpu::simd::kBlockRows - keys});
+        const int beyond = row + 16 - per_page;
+        const std::byte* first = pages.back().stored.get() + row * size;
+        pieces.push_back({first, first, count, keys,
+                          beyond <= 0 ? channels : channels - (beyond + per_page - 1) / per_page});
+        for (int key = 0; key < count; ++key) {
+          for (int i = 0; i < rows; ++i) {
+            double sum = 0.0;
+            for (int c = 0; c < channels; ++c)
+              sum += static_cast<double>(query[static_cast<std::size_t>(i * channels + c)]) *
+                     pages.back().values[static_cast<std::size_t>(c * per_page + row + key)];
+            expected.push_back(sum);
+          }
+        }
+        keys += count;
+        row += count;
+      }
+      const cpu::simd::KeyBlock block{cpu::simd::stored_as(type), channels, size * per_page,
+                                      pieces.data(), static_cast<int>(pieces.size())};
+      std::vector<float> got(static_cast<std::size_t>(rows * stride)),
+          alone(static_cast<std::size_t>(stride));
+      const auto logits = kernels.logits[static_cast<std::size_t>(block.type)];
+      logits(block, query.data(), channels, rows, got.data(), stride);
+      for (int i = 0; i < rows; ++i) {
+        logits(block, query.data() + i * channels, channels, 1, alone.data(), stride);
+        for (int key = 0; key < keys; ++key) {
+          const float logit = got[static_cast<std::size_t>(i * stride + key)];
+          REQUIRE(std::abs(logit - expected[static_cast<std::size_t>(key * rows + i)]) <
+                  2e-6 * (1.0 + channels));
+          REQUIRE(logit == alone[static_cast<std::size_t>(key)]);
+        }
+      }
+    }
+  });
+}
+
+TEST_CASE(
+    "weighted sums of values in place are the sums in float64, whatever the shape, and a row's "
+    "bits "
+    "do not depend on those beside it, nor on how rows are split") {
+  std::mt19937_64 random(6);
+  std::uniform_real_distribution<float> uniform(0.0F, 1.0F);
+  on_every_level([&](const Kernels& kernels) {
+    for (int round = 0; round < 300; ++round) {
+      const DType type = static_cast<DType>(round % 3);
+      const auto size = static_cast<std::ptrdiff_t>(size_of(type));
+      const int width = 16 * drawn(random, 1, 9), rows = drawn(random, 1, 9);
+      const int stride = cpu::simd::kBlockRows + 16;
+      std::vector<Numbers> pages;
+      std::vector<cpu::simd::ValueRun> runs;
+      int count = 0;
+      for (const int wanted = drawn(random, 1, 200); count < wanted;) {
+        const int length = (std::min)(drawn(random, 1, 40), wanted - count);
+        pages.emplace_back(random, type, length * width);
+        runs.push_back({pages.back().stored.get(), pages.back().stored.get(), length});
+        count += length;
+      }
+      std::vector<float> weights(static_cast<std::size_t>(rows * stride)),
+          sums(static_cast<std::size_t>(rows * width), 1.0F);
+      for (float& x : weights) x = uniform(random);
+      const cpu::simd::ValueBlock block{
+          cpu::simd::stored_as(type),    width, size * width, runs.data(),
+          static_cast<int>(runs.size()), count};
+      const auto weighted_sum = kernels.weighted_sum[static_cast<std::size_t>(block.type)];
+      weighted_sum(block, weights.data(), stride, rows, sums.data(), width);
+      for (int i = 0; i < rows; ++i) {
+        std::vector<float> alone(static_cast<std::size_t>(width), 1.0F);
+        std::ptrdiff_t done = 0;
+        for (const cpu::simd::ValueRun& run : runs) {
+          weighted_sum({block.type, width, size * width, &run, 1, run.count},
+                       weights.data() + i * stride + done, stride, 1, alone.data(), width);
+          done += run.count;
+        }
+        for (int c = 0; c < width; ++c) {
+          double expected = 1.0;
+          int row = 0;
+          for (std::size_t page = 0; page < pages.size(); ++page) {
+            for (int own = 0; own < runs[page].count; ++own, ++row)
+              expected += static_cast<double>(weights[static_cast<std::size_t>(i * stride + row)]) *
+                          pages[page].values[static_cast<std::size_t>(own * width + c)];
+          }
+          const float sum = sums[static_cast<std::size_t>(i * width + c)];
+          REQUIRE(std::abs(sum - expected) < 4e-7 * (10.0 + count));
+          REQUIRE(sum == alone[static_cast<std::size_t>(c)]);
+        }
+      }
+    }
+  });
+}
+
+}  // namespace simd_kernel_tests
