@@ -61,19 +61,19 @@ void attend_segment(const StoredHead<Quantizer>& stored, const Segment& segment,
   part.reset(full_query.rows);
 
   const QueryRows query = keys.open(maps, full_query, value_stride);
-  for (std::int32_t done = 0; done < segment.num_rows; done += kTile) {
-    const int rows = (std::min)(kTile, segment.num_rows - done);
-    keys.logits(query, segment.first_row + done, rows, work.logits.data());
-    stored.compressed->load_values(stored.slot, stored.value_list, segment.first_row + done, rows,
-                                   work.values.data(), value_stride);
+  float* logits = work.logits.data();
+  for (std::int32_t done = 0; done < segment.num_rows; done += simd::kBlockRows) {
+    const int count = (std::min)(simd::kBlockRows, segment.num_rows - done);
+    keys.block_logits(query, segment.first_row + done, count, logits);
     absorb_logits(
-        query, {nullptr, work.values.data(), value_stride, rows}, [rows](int) { return rows; },
-        work.logits.data(), part);
+        query, count, [count](int) { return count; }, logits, part);
+    add_values(*stored.compressed, stored.slot, stored.value_list, query, segment.first_row + done,
+               count, logits, work, part);
   }
 
   const int width = padded(stored.head_dim);
   maps.load_decoder(Part::value, work.map.data(), width, work.row.data());
-  matmul<false>(full_query.rows, width, value_rank, part.accumulator, part.stride, work.map.data(),
+  small_product(full_query.rows, width, value_rank, part.accumulator, part.stride, work.map.data(),
                 width, work.expanded.data(), width);
   if (!maps.value_mean.empty()) {
     maps.value_mean.load(work.row.data(), width);
@@ -107,46 +107,47 @@ void attend_block(const StoredHead<Quantizer>& stored, const QueryBlock& block,
   state.reset(rows);
 
   KeyReader<Quantizer> keys(stored, work);
+  float* logits = work.logits.data();
   const std::int32_t num_full = stored.full->size(stored.slot, stored.head);
-  for (std::int32_t done = 0; done < num_full; done += kTile) {
-    const int count = (std::min)(kTile, num_full - done);
-    const float* tile = keys.full(done, count);
-    stored.full->load_values(stored.slot, stored.head, done, count, work.values.data(), width);
-    absorb_tile(
-        query, {tile, work.values.data(), width, count}, [count](int) { return count; },
-        work.logits.data(), state);
+  for (std::int32_t done = 0; done < num_full; done += simd::kBlockRows) {
+    const int count = (std::min)(simd::kBlockRows, num_full - done);
+    keys.full_logits(query, done, count, logits);
+    absorb_logits(
+        query, count, [count](int) { return count; }, logits, state);
+    add_values(*stored.full, stored.slot, stored.head, query, done, count, logits, work, state);
   }
   for (const Segment& segment : stored.segments) {
     if (segment.num_rows > 0) detail::attend_segment(stored, segment, query, keys, work);
   }
   const bool prompt = stored.chunk != nullptr;
   const auto own_row = [&](int row) { return block.own_row + first_token + row / group; };
-  for (int done = 0; done < stored.tail_length; done += kTile) {
-    const int count = (std::min)(kTile, stored.tail_length - done);
-    const float* of_tail = keys.tail(done, count);
-    stored.tail->load_values(stored.slot, stored.head, done, count, work.values.data(), width);
-    const Tile tile{of_tail, work.values.data(), width, count};
-    absorb_tile(
-        query, tile,
-        [&](int row) {
-          return prompt
-                     ? count
-                     : static_cast<int>((std::min)(own_row(row) + 1 - done, std::int64_t{count}));
-        },
-        work.logits.data(), state);
+  const auto seen = [&](int row, std::int64_t done, int count) {
+    return static_cast<int>((std::min)(own_row(row) + 1 - done, std::int64_t{count}));
+  };
+  for (int done = 0; done < stored.tail_length; done += simd::kBlockRows) {
+    const int count = (std::min)(simd::kBlockRows, stored.tail_length - done);
+    if (!prompt && seen(rows - 1, done, count) <= 0) break;  // the last query sees most
+    keys.tail_logits(query, done, count, logits);
+    absorb_logits(
+        query, count, [&](int row) { return prompt ? count : seen(row, done, count); }, logits,
+        state);
+    for (int tile = 0; tile < count; tile += kTile) {
+      const int length = (std::min)(kTile, count - tile);
+      stored.tail->load_values(stored.slot, stored.head, done + tile, length, work.values.data(),
+                               width);
+      absorb_values(query, work.values.data(), length, width, logits + tile, state);
+    }
   }
   if (prompt) {
     const std::int64_t last = own_row(rows - 1);
-    for (std::int64_t done = 0; done <= last; done += kTile) {
-      const int count = static_cast<int>((std::min)(std::int64_t{kTile}, last + 1 - done));
-      const Tile tile{keys.chunk(done, count), stored.chunk->values(stored.head, done),
-                      stored.chunk->value_stride(), count};
-      absorb_tile(
-          query, tile,
-          [&](int row) {
-            return static_cast<int>((std::min)(own_row(row) + 1 - done, std::int64_t{count}));
-          },
-          work.logits.data(), state);
+    for (std::int64_t done = 0; done <= last; done += simd::kBlockRows) {
+      const int count =
+          static_cast<int>((std::min)(std::int64_t{simd::kBlockRows}, last + 1 - done));
+      keys.chunk_logits(query, done, count, logits);
+      absorb_logits(
+          query, count, [&](int row) { return seen(row, done, count); }, logits, state);
+      absorb_values(query, stored.chunk->values(stored.head, done), count,
+                    stored.chunk->value_stride(), logits, state);
     }
   }
   for (int row = 0; row < rows; ++row) {

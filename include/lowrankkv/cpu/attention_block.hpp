@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-/// @file cpu/attention_block.hpp  Online softmax of a block of query rows over one tile of keys and
-/// values, f32.
+/// @file cpu/attention_block.hpp  Online softmax of a block of query rows over a block of keys and
+/// values.
 #pragma once
-
-#include <Eigen/Core>
 
 #include <algorithm>
 #include <cmath>
@@ -12,6 +10,7 @@
 
 #include "lowrankkv/cpu/matmul.hpp"
 #include "lowrankkv/cpu/prompt_chunk.hpp"
+#include "lowrankkv/cpu/simd/kernels.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
@@ -36,15 +35,6 @@ struct PartialState {
   }
 };
 
-/// @brief A tile of at most kTile rows: keys channel-major [key_width, kTile], values row-major
-/// [count, value_stride].
-struct Tile {
-  const float* keys = nullptr;
-  const float* values = nullptr;
-  int value_stride = 0;
-  int count = 0;
-};
-
 /// @brief Query rows in the coordinates of the tile's keys, multiplied by the softmax scale.
 struct QueryRows {
   const float* data = nullptr;  ///< [rows, stride]
@@ -56,77 +46,80 @@ struct QueryRows {
   const float* bias = nullptr;
 };
 
-/// @brief line[i] <- exp(line[i] - top) for i < count, and 0 from there up to `width`, a multiple
-/// of kPadding. @return the sum
-///
-/// Processes whole packets in a fixed order, so that neither addresses nor neighbours change the
-/// bits of the result.
-inline float exponentials(float* line, int count, int width, float top) {
-  using namespace Eigen::internal;  // NOLINT: packet functions
-  std::fill(line + count, line + width, top);
-  const Packet shift = pset1<Packet>(top);
-  for (int i = 0; i < width; i += kLanes)
-    pstoreu(line + i, pexp(psub(ploadu<Packet>(line + i), shift)));
-  std::fill(line + count, line + width, 0.0F);
-  Packet sum = pset1<Packet>(0.0F);
-  for (int i = 0; i < width; i += kLanes) sum = padd(sum, ploadu<Packet>(line + i));
-  return predux(sum);
+/// Logits of a row of queries lie so far from those of the next. Behind a block's own there is room
+/// for what kernels write without a meaning.
+inline constexpr int kLogitStride = simd::kBlockRows + simd::kPieceRows;
+static_assert(simd::kPieceRows == kPadding && simd::kBlockRows % kTile == 0);
+
+/// @brief logits [rows, stride] = queries times the keys of a tile, f32, channel-major [key_width,
+/// kTile]. Does not add the queries' bias. Writes padded(count) columns.
+inline void tile_logits(const QueryRows& query, const float* keys, int count, float* logits,
+                        int stride = kTile) {
+  simd::KeyPiece pieces[kTile / simd::kPieceRows];
+  simd::KeyBlock block{simd::Stored::f32, query.key_width, 4 * kTile, pieces, 0};
+  for (int row = 0; row < count; row += simd::kPieceRows) {
+    const auto* first = reinterpret_cast<const std::byte*>(keys + row);
+    pieces[block.num_pieces++] = {first, first, simd::kPieceRows, row, query.key_width};
+  }
+  simd::kernels().logits[0](block, query.data, query.stride, query.rows, logits, stride);
 }
 
-/// @brief logits [rows, kTile] = queries times the keys of a tile, channel-major [key_width,
-/// kTile]. Does not add the queries' bias.
-inline void tile_logits(const QueryRows& query, const float* keys, int count, float* logits) {
-  matmul<false>(query.rows, padded(count), query.key_width, query.data, query.stride, keys, kTile,
-                logits, kTile);
-}
-
-/// @brief Folds a tile with known logits into `state`, and overwrites the logits. Row i sees the
-/// first visible(i) tokens of the tile (clamped to 0..count).
+/// @brief Folds the logits of a block of `count` keys into the maxima and sums of `state`, scales
+/// its accumulators to the new maxima, and turns the logits into weights of values. Row i sees the
+/// first visible(i) keys of the block (clamped to 0..count).
 ///
 /// FlashAttention's recurrence: m' = max(m, max s); l' = l e^(m-m') + sum e^(s-m'); acc' = acc
-/// e^(m-m') + P V.
-/// @param logits  [rows, kTile]
+/// e^(m-m') + P V, whose last product is absorb_values().
+/// @param logits  [rows, kLogitStride]
 template <class Visible>
-void absorb_logits(const QueryRows& query, const Tile& tile, Visible&& visible, float* logits,
+void absorb_logits(const QueryRows& query, int count, Visible&& visible, float* logits,
                    const PartialState& state) {
+  const simd::Kernels& kernels = simd::kernels();
   for (int row = 0; row < query.rows; ++row) {
-    float* line = logits + row * kTile;
+    float* line = logits + row * kLogitStride;
     const int wish = visible(row);
-    const int count = wish < 0 ? 0 : wish > tile.count ? tile.count : wish;
-    if (count == 0) {
-      std::fill(line, line + tile.count, 0.0F);
+    const int seen = wish < 0 ? 0 : wish > count ? count : wish;
+    if (seen == 0) {
+      std::fill(line, line + count, 0.0F);
       continue;
     }
-    if (query.bias != nullptr) {
-      for (int token = 0; token < count; ++token) line[token] += query.bias[row];
-    }
     const float old_max = state.max[row];
-    float top = old_max;
-    for (int token = 0; token < count; ++token) top = (std::max)(top, line[token]);
-    const float sum = exponentials(line, count, padded(tile.count), top);
-    const float correction = std::exp(old_max - top);
+    const float bias = query.bias != nullptr ? query.bias[row] : 0.0F;
+    const float top = (std::max)(old_max, kernels.largest(line, seen, bias));
+    const float sum = kernels.exponentials(line, seen, padded(count), top);
     state.max[row] = top;
-    state.sum[row] = state.sum[row] * correction + sum;
-    if (correction != 1.0F) {
-      float* accumulator = state.accumulator + row * state.stride;
-      for (int channel = 0; channel < query.value_width; ++channel)
-        accumulator[channel] *= correction;
+    if (top == old_max) {
+      state.sum[row] += sum;
+      continue;
     }
+    const float correction = std::exp(old_max - top);
+    state.sum[row] = state.sum[row] * correction + sum;
+    float* accumulator = state.accumulator + row * state.stride;
+    for (int channel = 0; channel < query.value_width; ++channel)
+      accumulator[channel] *= correction;
   }
-  matmul<true>(query.rows, query.value_width, tile.count, logits, kTile, tile.values,
-               tile.value_stride, state.accumulator, state.stride);
 }
 
-/// @brief Computes the logits of a tile of keys, then absorb_logits(). @param logits  scratch
-/// [rows, kTile]
-template <class Visible>
-void absorb_tile(const QueryRows& query, const Tile& tile, Visible&& visible, float* logits,
-                 const PartialState& state) {
-  bool any = false;
-  for (int row = 0; row < query.rows; ++row) any = any || visible(row) > 0;
-  if (!any) return;
-  tile_logits(query, tile.keys, tile.count, logits);
-  absorb_logits(query, tile, visible, logits, state);
+/// @brief C [m, n] = A [m, k] B [k, n], f32, row-major with strides lda, ldb, ldc: matmul<false>()
+/// by the kernels of the processor. n is a multiple of kPadding. Allocates nothing.
+inline void small_product(int m, int n, int k, const float* a, int lda, const float* b, int ldb,
+                          float* c, int ldc) {
+  for (int row = 0; row < m; ++row) std::fill_n(c + row * ldc, n, 0.0F);
+  const auto* first = reinterpret_cast<const std::byte*>(b);
+  const simd::ValueRun run{first, first, k};
+  simd::kernels().weighted_sum[0]({simd::Stored::f32, n, 4 * std::ptrdiff_t{ldb}, &run, 1, k}, a,
+                                  lda, m, c, ldc);
+}
+
+/// @brief Adds weights [rows, kLogitStride] times values, f32 [count, stride], to the accumulators
+/// of `state`.
+inline void absorb_values(const QueryRows& query, const float* values, int count, int stride,
+                          const float* weights, const PartialState& state) {
+  const auto* first = reinterpret_cast<const std::byte*>(values);
+  const simd::ValueRun run{first, first, count};
+  simd::kernels().weighted_sum[0](
+      {simd::Stored::f32, query.value_width, 4 * std::ptrdiff_t{stride}, &run, 1, count}, weights,
+      kLogitStride, query.rows, state.accumulator, state.stride);
 }
 
 /// @brief state <- state + other, where other's accumulator was expanded to the same width.
@@ -162,7 +155,9 @@ class AttentionWorkspace {
     query.resize(rows * dim);
     projected.resize(rows * dim);
     expanded.resize(rows * dim);
-    logits.resize(rows * kTile);
+    logits.resize(rows * kLogitStride);
+    key_pieces.resize(simd::kBlockRows);
+    value_runs.resize(simd::kBlockRows);
     bias.resize(rows);
     // Folded form: one more row, for the channels that are not rotated.
     keys.resize((pre_rope ? dim + 1 : dim) * kTile);
@@ -189,10 +184,13 @@ class AttentionWorkspace {
     return 4 * (row.size() + map.size() + query.size() + projected.size() + expanded.size() +
                 logits.size() + bias.size() + keys.size() + values.size() + coefficients.size() +
                 cosines.size() + sines.size() + folded.size() + folded_mean.size() +
-                statistics_.size() + accumulators_.size());
+                statistics_.size() + accumulators_.size()) +
+           key_pieces.size() * sizeof(simd::KeyPiece) + value_runs.size() * sizeof(simd::ValueRun);
   }
 
   std::vector<float> row, map, query, projected, expanded, logits, bias, keys, values;
+  std::vector<simd::KeyPiece> key_pieces;                                ///< of a block
+  std::vector<simd::ValueRun> value_runs;                                ///< of a block
   std::vector<float> coefficients, cosines, sines, folded, folded_mean;  ///< for pre-RoPE keys
 
  private:

@@ -8,12 +8,9 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__F16C__) || defined(__AVX512F__)
-#include <immintrin.h>
-#endif
-
 #include "lowrankkv/core/scalar.hpp"
 #include "lowrankkv/core/views.hpp"
+#include "lowrankkv/cpu/simd/kernels.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
@@ -24,25 +21,16 @@ inline void to_f32(DType type, const void* src, std::int64_t count, float* dst) 
     if (count > 0) std::memcpy(dst, src, static_cast<std::size_t>(count) * 4);
     return;
   }
-  const std::uint16_t* bits = static_cast<const std::uint16_t*>(src);
-  std::int64_t i = 0;
-  if (type == DType::bf16) {
-    for (; i < count; ++i) dst[i] = to_float(BFloat16{bits[i]});
+  if (count >= simd::kPieceRows) {
+    simd::kernels().to_f32[static_cast<std::size_t>(simd::stored_as(type))](
+        static_cast<const std::byte*>(src), count, dst);
     return;
   }
-#if defined(__AVX512F__)
-  for (; i + 16 <= count; i += 16) {
-    _mm512_storeu_ps(
-        dst + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(bits + i))));
+  for (std::int64_t i = 0; i < count; ++i) {
+    std::uint16_t bits = 0;  // a copy: rows of a page may begin at an odd address
+    std::memcpy(&bits, static_cast<const std::byte*>(src) + 2 * i, 2);
+    dst[i] = type == DType::bf16 ? to_float(BFloat16{bits}) : to_float(Half{bits});
   }
-#endif
-#if defined(__F16C__)
-  for (; i + 8 <= count; i += 8) {
-    _mm256_storeu_ps(dst + i,
-                     _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bits + i))));
-  }
-#endif
-  for (; i < count; ++i) dst[i] = to_float(Half{bits[i]});
 }
 
 /// @brief dst[i] = src[i] rounded to nearest even, finite values saturating, for `count` values,
@@ -52,9 +40,10 @@ inline void from_f32(DType type, const float* src, std::int64_t count, void* dst
     if (count > 0) std::memcpy(dst, src, static_cast<std::size_t>(count) * 4);
     return;
   }
-  std::uint16_t* bits = static_cast<std::uint16_t*>(dst);
-  for (std::int64_t i = 0; i < count; ++i)
-    bits[i] = type == DType::f16 ? to_half(src[i]).bits : to_bfloat16(src[i]).bits;
+  for (std::int64_t i = 0; i < count; ++i) {
+    const std::uint16_t bits = type == DType::f16 ? to_half(src[i]).bits : to_bfloat16(src[i]).bits;
+    std::memcpy(static_cast<std::byte*>(dst) + 2 * i, &bits, 2);
+  }
 }
 
 /// @brief Reads one row of a view as f32 [head_dim], for any type and strides.

@@ -10,6 +10,8 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -18,6 +20,7 @@
 #include "lowrankkv/core/error.hpp"
 #include "lowrankkv/cpu/page_pool.hpp"
 #include "lowrankkv/cpu/page_undo.hpp"
+#include "lowrankkv/cpu/simd/stored_tiles.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
@@ -195,6 +198,82 @@ class PagedRows {
         });
   }
 
+  /// @brief Lists where the keys of rows [first, first + count) are, for kernels that read them in
+  /// place. @return no pieces, if the codec's keys cannot be read in place
+  /// @param pieces  room for kBlockRows
+  simd::KeyBlock key_block(int slot, int head, std::int32_t first, std::int32_t count,
+                           simd::KeyPiece* pieces) const {
+    const RowLayout<Quantizer>& rows = layout(head);
+    const std::optional<simd::Stored> type = in_place(rows.key);
+    if (!type || rows.key_rank == 0) return {};
+    const auto size = static_cast<std::ptrdiff_t>(simd::bytes_of(*type));
+    const auto pages = table_->pages(list_, slot, head);
+    const auto place = [&](std::int32_t row) {
+      return pool_->page(pages[static_cast<std::size_t>(row / rows.rows_per_page)]) +
+             row % rows.rows_per_page * size;
+    };
+    const std::int32_t ahead = simd::rows_ahead(size * rows.key_rank);
+    const std::int32_t end = this->size(slot, head);
+    simd::KeyBlock block{*type, rows.key_rank, size * rows.rows_per_page, pieces, 0};
+    for (std::int32_t row = first; row < first + count; ++block.num_pieces) {
+      const std::int32_t in_page = row % rows.rows_per_page;
+      simd::KeyPiece& piece = pieces[block.num_pieces];
+      piece.first = place(row);
+      piece.next = row + ahead < end ? place(row + ahead) : piece.first;
+      piece.count =
+          (std::min)({simd::kPieceRows, rows.rows_per_page - in_page, first + count - row});
+      piece.column = row - first;
+      // A channel has rows_per_page numbers of the block.
+      const int beyond = in_page + simd::kPieceRows - rows.rows_per_page;
+      piece.whole_channels =
+          beyond <= 0 ? block.channels
+                      : block.channels - (beyond + rows.rows_per_page - 1) / rows.rows_per_page;
+      row += piece.count;
+    }
+    return block;
+  }
+  /// @brief Lists where the values of rows [first, first + count) are, for kernels that read
+  /// `width` numbers of each in place. Rows that end less than `width` numbers before the end of
+  /// their block are copied; where there is no room for more copies the list ends. @return no rows,
+  /// if the codec's values cannot be read in place
+  /// @param runs    room for kBlockRows
+  /// @param copies  [room, width] f32
+  simd::ValueBlock value_block(int slot, int head, std::int32_t first, std::int32_t count,
+                               int width, simd::ValueRun* runs, float* copies, int room) const {
+    const RowLayout<Quantizer>& rows = layout(head);
+    const std::optional<simd::Stored> type = in_place(rows.value);
+    if (!type || rows.value_rank == 0) return {};
+    const std::ptrdiff_t row_bytes =
+        static_cast<std::ptrdiff_t>(simd::bytes_of(*type)) * rows.value_rank;
+    const auto pages = table_->pages(list_, slot, head);
+    const auto place = [&](std::int32_t row) {
+      return pool_->page(pages[static_cast<std::size_t>(row / rows.rows_per_page)]) +
+             rows.key_block_bytes() + row % rows.rows_per_page * row_bytes;
+    };
+    const std::int32_t ahead = simd::rows_ahead(row_bytes), end = size(slot, head);
+    // Rows of a page from here on have less than `width` numbers before the end of the block.
+    const std::int32_t short_from = rows.rows_per_page - (width - 1) / rows.value_rank;
+    simd::ValueBlock block{*type, width, row_bytes, runs, 0, 0};
+    for (int copied = 0; block.count < count; ++block.num_runs) {
+      const std::int32_t row = first + block.count;
+      const std::int32_t in_page = row % rows.rows_per_page;
+      simd::ValueRun& run = runs[block.num_runs];
+      run.first = place(row);
+      run.next = row + ahead < end ? place(row + ahead) : run.first;
+      run.count = (std::min)(short_from - in_page, count - block.count);
+      if (in_page >= short_from) {
+        if (copied == room) break;
+        float* copy = copies + static_cast<std::ptrdiff_t>(copied++) * width;
+        std::memset(copy, 0, 4 * static_cast<std::size_t>(width));
+        std::memcpy(copy, run.first, static_cast<std::size_t>(row_bytes));
+        run.first = reinterpret_cast<const std::byte*>(copy);
+        run.count = 1;
+      }
+      block.count += run.count;
+    }
+    return block;
+  }
+
   /// @brief Stable compaction: keeps the rows whose `keep` is true, and copies their codes as they
   /// are. The caller has checked demand_rewrite().
   void retain(int slot, int head, const std::vector<bool>& keep) {
@@ -266,6 +345,12 @@ class PagedRows {
   }
 
  private:
+  static std::optional<simd::Stored> in_place([[maybe_unused]] const typename Codec::Layout& of) {
+    if constexpr (requires { Codec::in_place(of); })
+      return Codec::in_place(of);
+    else
+      return std::nullopt;
+  }
   /// Copies one row between blocks of keys and values that may hold different numbers of rows.
   static void transfer(const RowLayout<Quantizer>& rows, const std::byte* from_keys,
                        const std::byte* from_values, int from_rows, int from, std::byte* to_keys,

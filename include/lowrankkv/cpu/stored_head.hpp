@@ -80,6 +80,36 @@ class KeyReader {
     return work_.keys.data();
   }
 
+  /// @brief Computes logits [rows, kLogitStride] of full rows [first, first + count), count <=
+  /// kBlockRows: read in place where possible, or through tiles of f32.
+  void full_logits(const QueryRows& query, std::int32_t first, int count, float* logits) {
+    if (in_place(*stored_.full, query, first, count, logits)) return;
+    tiles(count, [&](int done, int rows) {
+      tile_logits(query, full(first + done, rows), rows, logits + done, kLogitStride);
+    });
+  }
+  /// @brief Computes logits [rows, kLogitStride] of rows [first, first + count) of the tail.
+  void tail_logits(const QueryRows& query, int first, int count, float* logits) {
+    tiles(count, [&](int done, int rows) {
+      tile_logits(query, tail(first + done, rows), rows, logits + done, kLogitStride);
+    });
+  }
+  /// @brief Computes logits [rows, kLogitStride] of rows [first, first + count) of the prompt
+  /// chunk; first is a multiple of kTile.
+  void chunk_logits(const QueryRows& query, std::int64_t first, int count, float* logits) {
+    tiles(count, [&](int done, int rows) {
+      tile_logits(query, chunk(first + done, rows), rows, logits + done, kLogitStride);
+    });
+  }
+  /// @brief Computes logits [rows, kLogitStride] of compressed rows [first, first + count), count
+  /// <= kBlockRows, for the queries that open() returned.
+  void block_logits(const QueryRows& query, std::int32_t first, int count, float* logits) {
+    if (in_place(*stored_.compressed, query, first, count, logits)) return;
+    tiles(count, [&](int done, int rows) {
+      this->logits(query, first + done, rows, logits + done, kLogitStride);
+    });
+  }
+
   /// @brief Prepares to read compressed keys under `maps`. @return the queries in the form in which
   /// these keys are multiplied with them. `query` holds the block's own rows.
   QueryRows open(const EpochHead& maps, const QueryRows& query, int value_width) {
@@ -94,13 +124,14 @@ class KeyReader {
     if (stored_.folds) fold(query.data);
     return opened;
   }
-  /// @brief Computes logits [rows, kTile] of compressed rows [first, first + count) for the queries
-  /// that open() returned.
-  void logits(const QueryRows& query, std::int32_t first, int count, float* logits) {
+  /// @brief Computes logits [rows, stride] of compressed rows [first, first + count), count <=
+  /// kTile, for the queries that open() returned.
+  void logits(const QueryRows& query, std::int32_t first, int count, float* logits,
+              int stride = kTile) {
     if (stored_.rotary == nullptr) {
       stored_.compressed->load_keys(stored_.slot, stored_.head, first, count, work_.keys.data(),
                                     kTile);
-      tile_logits(query, work_.keys.data(), count, logits);
+      tile_logits(query, work_.keys.data(), count, logits, stride);
       return;
     }
     float* coefficients = work_.coefficients.data();
@@ -117,13 +148,30 @@ class KeyReader {
     matmul<true>(stored_.head_dim, padded(count), rank_, work_.map.data(), stride_, coefficients,
                  kTile, keys, kTile);
     rotate_listed(RowState::compressed, compressed_run_, first, count);
-    tile_logits(query, keys, count, logits);
+    tile_logits(query, keys, count, logits, stride);
   }
 
  private:
+  template <class Each>
+  static void tiles(int count, Each&& each) {
+    for (int done = 0; done < count; done += kTile) each(done, (std::min)(kTile, count - done));
+  }
+  /// Computes the logits of rows of a list, if keys need no rotation and kernels can read them
+  /// where they are.
+  template <class Rows>
+  bool in_place(const Rows& list, const QueryRows& query, std::int32_t first, int count,
+                float* logits) {
+    if (stored_.rotary != nullptr) return false;
+    const simd::KeyBlock block =
+        list.key_block(stored_.slot, stored_.head, first, count, work_.key_pieces.data());
+    if (block.num_pieces == 0) return false;
+    simd::kernels().logits[static_cast<std::size_t>(block.type)](block, query.data, query.stride,
+                                                                 query.rows, logits, kLogitStride);
+    return true;
+  }
   /// Rope::post: q~ = q query_down. The term of centred keys becomes a bias.
   QueryRows project(const QueryRows& query, int value_width) {
-    matmul<false>(query.rows, stride_, stored_.head_dim, query.data, query.stride, work_.map.data(),
+    small_product(query.rows, stride_, stored_.head_dim, query.data, query.stride, work_.map.data(),
                   stride_, work_.projected.data(), stride_);
     QueryRows projected{work_.projected.data(), stride_, query.rows, rank_, value_width, nullptr};
     if (maps_->key_mean.empty()) return projected;
@@ -238,6 +286,31 @@ class KeyReader {
   int rank_ = 0, stride_ = 0;
   std::size_t full_run_ = 0, compressed_run_ = 0;
 };
+
+/// @brief Adds weights [rows, kLogitStride] times the values of rows [first, first + count) of a
+/// list, count <= kBlockRows, to the accumulators of `state`: read in place where possible, or
+/// through tiles of f32.
+template <class Rows>
+void add_values(const Rows& list, int slot, int head, const QueryRows& query, std::int32_t first,
+                int count, const float* weights, AttentionWorkspace& work,
+                const PartialState& state) {
+  const int width = query.value_width;
+  float* tile = work.values.data();
+  for (int done = 0; done < count;) {
+    const simd::ValueBlock block = list.value_block(slot, head, first + done, count - done, width,
+                                                    work.value_runs.data(), tile, kTile);
+    if (block.count > 0) {
+      simd::kernels().weighted_sum[static_cast<std::size_t>(block.type)](
+          block, weights + done, kLogitStride, query.rows, state.accumulator, state.stride);
+      done += block.count;
+      continue;
+    }
+    const int rows = (std::min)(kTile, count - done);
+    list.load_values(slot, head, first + done, rows, tile, width);
+    absorb_values(query, tile, rows, width, weights + done, state);
+    done += rows;
+  }
+}
 
 }  // namespace cpu
 LOWRANKKV_NAMESPACE_END

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 
 #include "lowrankkv/concepts/quantizer.hpp"
@@ -27,6 +28,9 @@ struct Impl<FullRows, Cpu> {
     Layout result{policy.coded(), Plain::layout({policy.type}, rank, bits), {}};
     if (policy.coded()) result.codes = Coded::layout({}, rank, bits);
     return result;
+  }
+  static std::optional<cpu::simd::Stored> in_place(const Layout& layout) {
+    return layout.coded ? std::nullopt : Plain::in_place(layout.plain);
   }
   static std::int64_t row_bits(const Layout& layout) {
     return layout.coded ? Coded::row_bits(layout.codes) : Plain::row_bits(layout.plain);

@@ -9,10 +9,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <optional>
 #include <span>
 
 #include "lowrankkv/concepts/quantizer.hpp"
 #include "lowrankkv/cpu/convert.hpp"
+#include "lowrankkv/cpu/simd/stored_tiles.hpp"
 #include "lowrankkv/quantizer/no_quantizer.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -26,6 +28,10 @@ struct Impl<NoQuantizer, Cpu> {
 
   static Layout layout(const NoQuantizer& policy, int rank, std::span<const std::uint8_t>) {
     return {policy.type, rank};
+  }
+  /// The type of the numbers that kernels read in place: keys channel-major, values row-major.
+  static std::optional<cpu::simd::Stored> in_place(const Layout& layout) {
+    return cpu::simd::stored_as(layout.type);
   }
   static std::int64_t row_bits(const Layout& layout) {
     return static_cast<std::int64_t>(8 * size_of(layout.type)) * layout.rank;

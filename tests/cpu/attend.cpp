@@ -1,0 +1,197 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention over rows that kernels read in place, against float64: every stored type, odd sizes,
+// pages of any number of rows, values with a mean. ctest runs it for each instruction set.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <random>
+#include <vector>
+
+#include "lowrankkv/presets.hpp"
+#include "support/effort.hpp"
+
+namespace attend_tests {
+
+using namespace lowrankkv;
+
+namespace {
+
+std::vector<float> normal(std::mt19937_64& random, std::int64_t count, float mean = 0.0F) {
+  std::normal_distribution<float> distribution(mean, 1.0F);
+  std::vector<float> values(static_cast<std::size_t>(count));
+  for (float& x : values) x = distribution(random);
+  return values;
+}
+
+int drawn(std::mt19937_64& random, int from, int to) {
+  return std::uniform_int_distribution<int>(from, to)(random);
+}
+
+/// Softmax attention in float64 of one query token over rows [n, heads, dim].
+std::vector<double> attention(const CacheShape& shape, const std::vector<float>& query,
+                              const std::vector<float>& keys, const std::vector<float>& values) {
+  const int dim = shape.head_dim;
+  const std::size_t row =
+      static_cast<std::size_t>(shape.num_kv_heads) * static_cast<std::size_t>(dim);
+  std::vector<double> out(query.size()), weights(keys.size() / row);
+  for (int head = 0; head < shape.num_qo_heads; ++head) {
+    const std::size_t own =
+        static_cast<std::size_t>(head / shape.group_size()) * static_cast<std::size_t>(dim);
+    const float* q = query.data() + head * dim;
+    double top = -INFINITY, sum = 0.0;
+    for (std::size_t token = 0; token < weights.size(); ++token) {
+      double logit = 0.0;
+      for (int c = 0; c < dim; ++c)
+        logit += static_cast<double>(q[c]) * keys[token * row + own + static_cast<std::size_t>(c)];
+      weights[token] = logit / std::sqrt(static_cast<double>(dim));
+      top = (std::max)(top, weights[token]);
+    }
+    for (double& weight : weights) sum += weight = std::exp(weight - top);
+    for (std::size_t token = 0; token < weights.size(); ++token) {
+      for (int c = 0; c < dim; ++c)
+        out[static_cast<std::size_t>(head * dim + c)] +=
+            weights[token] / sum * values[token * row + own + static_cast<std::size_t>(c)];
+    }
+  }
+  return out;
+}
+
+/// |got - expected| / |expected| over all outputs.
+double distance(const std::vector<float>& got, const std::vector<double>& expected) {
+  double error = 0.0, norm = 0.0;
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    error += (got[i] - expected[i]) * (got[i] - expected[i]);
+    norm += expected[i] * expected[i];
+  }
+  return std::sqrt(error / norm);
+}
+
+/// Rows of each head in the span of the first `rank` channels, so that a basis of these channels
+/// loses nothing but the rounding to the stored type.
+void keep_channels(std::vector<float>& rows, int dim, int rank) {
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    if (static_cast<int>(i % static_cast<std::size_t>(dim)) >= rank) rows[i] = 0.0F;
+  }
+}
+LayerBasis first_channels(const CacheShape& shape, int key_rank, int value_rank) {
+  LayerBasis layer;
+  for (int head = 0; head < shape.num_kv_heads; ++head) {
+    HeadBasis maps;
+    maps.key_rank = key_rank;
+    maps.value_rank = value_rank;
+    maps.key_down.assign(static_cast<std::size_t>(shape.head_dim * key_rank), 0.0F);
+    maps.value_down.assign(static_cast<std::size_t>(shape.head_dim * value_rank), 0.0F);
+    for (int i = 0; i < key_rank; ++i)
+      maps.key_down[static_cast<std::size_t>(i * key_rank + i)] = 1.0F;
+    for (int i = 0; i < value_rank; ++i)
+      maps.value_down[static_cast<std::size_t>(i * value_rank + i)] = 1.0F;
+    layer.heads.push_back(maps);
+  }
+  return layer;
+}
+
+template <class Cache>
+std::vector<float> attend(Cache& cache, const CacheShape& shape, std::int64_t n,
+                          const std::vector<float>& query, const std::vector<float>& keys,
+                          const std::vector<float>& values) {
+  const std::int64_t row = std::int64_t{shape.num_kv_heads} * shape.head_dim;
+  cache.create(0);
+  for (std::int64_t done = 0; done < n - 1;) {
+    const std::int64_t count = (std::min)(std::int64_t{1024}, n - 1 - done);
+    cache.ingest(0, {keys.data() + done * row, count, shape.num_kv_heads, shape.head_dim},
+                 {values.data() + done * row, count, shape.num_kv_heads, shape.head_dim}, {},
+                 Prompt::complete);
+    done += count;
+  }
+  cache.append(0, {keys.data() + (n - 1) * row, 1, shape.num_kv_heads, shape.head_dim},
+               {values.data() + (n - 1) * row, 1, shape.num_kv_heads, shape.head_dim});
+  std::vector<float> out(query.size());
+  cache.attend(0, {query.data(), 1, shape.num_qo_heads, shape.head_dim},
+               {out.data(), 1, shape.num_qo_heads, shape.head_dim});
+  return out;
+}
+
+}  // namespace
+
+TEST_CASE("full rows in place: any type, head_dim, group, length and page") {
+  std::mt19937_64 random(21);
+  for (int round = 0; round < 40 * support::effort(); ++round) {
+    const DType type = static_cast<DType>(round % 3);
+    const int group = drawn(random, 1, 9), heads = drawn(random, 1, 2);
+    const int dim = round % 4 == 0 ? 128 : drawn(random, 1, 90);
+    const CacheShape shape{group * heads, heads, dim};
+    const std::int64_t n = drawn(random, 1, 700);
+    const auto row_bytes = 2 * static_cast<std::size_t>(dim) * size_of(type);
+    CacheConfig config{.shape = shape, .max_tokens = n};
+    config.full_type = type;
+    config.page_bytes =
+        row_bytes * static_cast<std::size_t>(drawn(random, 1, 70)) + (round % 2 == 0 ? 0 : 3);
+    CAPTURE(name_of(type));
+    CAPTURE(dim);
+    CAPTURE(n);
+    CAPTURE(group);
+    CAPTURE(config.page_bytes);
+    std::vector<float> keys = normal(random, n * heads * dim),
+                       values = normal(random, n * heads * dim, 1.0F);
+    for (float& x : keys) x = round_to(type, x);
+    for (float& x : values) x = round_to(type, x);
+    const std::vector<float> query = normal(random, std::int64_t{group} * heads * dim);
+    FullKV<> cache(config);
+    CHECK(distance(attend(cache, shape, n, query, keys, values),
+                   attention(shape, query, keys, values)) < 2e-6);
+  }
+}
+
+TEST_CASE("coefficients in place: any type, rank, group, length and page") {
+  std::mt19937_64 random(22);
+  for (int round = 0; round < 40 * support::effort(); ++round) {
+    const DType type = static_cast<DType>(round % 3);
+    const int group = drawn(random, 1, 9), heads = drawn(random, 1, 2), dim = drawn(random, 8, 96);
+    const int key_rank = drawn(random, 1, dim), value_rank = drawn(random, 1, dim);
+    const CacheShape shape{group * heads, heads, dim};
+    const std::int64_t n = drawn(random, 50, 700);
+    CacheConfig config{.shape = shape, .max_tokens = n};
+    config.full_type = DType::f32;
+    config.epoch_type = DType::f32;
+    config.page_bytes = static_cast<std::size_t>(drawn(random, 1, 70)) *
+                            static_cast<std::size_t>(key_rank + value_rank) * size_of(type) +
+                        8 * static_cast<std::size_t>(dim);
+    CAPTURE(name_of(type));
+    CAPTURE(key_rank);
+    CAPTURE(value_rank);
+    CAPTURE(n);
+    CAPTURE(group);
+    CAPTURE(config.page_bytes);
+    std::vector<float> keys = normal(random, n * heads * dim),
+                       values = normal(random, n * heads * dim, 1.0F);
+    for (float& x : keys) x = round_to(type, x);
+    for (float& x : values) x = round_to(type, x);
+    keep_channels(keys, dim, key_rank);
+    keep_channels(values, dim, value_rank);
+    const std::vector<float> query = normal(random, std::int64_t{group} * heads * dim);
+    typename StaticPCAHybrid<>::PolicySet policies;
+    policies.quantizer.type = type;
+    StaticPCAHybrid<> cache(config, first_channels(shape, key_rank, value_rank), policies);
+    CHECK(distance(attend(cache, shape, n, query, keys, values),
+                   attention(shape, query, keys, values)) < 2e-6);
+  }
+}
+
+TEST_CASE("131072 keys, values of mean 1: the sums keep a relative error below 1e-5") {
+  std::mt19937_64 random(23);
+  const CacheShape shape{4, 1, 64};
+  const std::int64_t n = 131072;
+  CacheConfig config{.shape = shape, .max_tokens = n};
+  std::vector<float> keys = normal(random, n * 64), values = normal(random, n * 64, 1.0F);
+  for (float& x : keys) x = round_to(DType::f16, x);
+  for (float& x : values) x = round_to(DType::f16, x);
+  const std::vector<float> query = normal(random, 4 * 64);
+  FullKV<> cache(config);
+  CHECK(distance(attend(cache, shape, n, query, keys, values),
+                 attention(shape, query, keys, values)) < 1e-5);
+}
+
+}  // namespace attend_tests
