@@ -7,16 +7,14 @@
 
 #include <vector>
 
-#include "cuda/support/compositions.cuh"
-
 namespace step_slots_tests {
 
 using namespace lowrankkv;
 namespace gpu = lowrankkv::cuda;  // CUDA's own libraries have a namespace cuda too
-using support::Codes;
 using support::Method;
 using support::Random;
 using support::Settings;
+using Codes = CompressedKVCache<Cuda, PerHead, Static, SinkRecent, TransformCode>;
 
 TEST_CASE("a captured step serves the sequences whose slots are in device memory") {
   Random random(11);
