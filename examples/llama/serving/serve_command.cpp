@@ -33,8 +33,10 @@ std::int64_t between(const std::vector<std::int64_t>& range, std::mt19937_64& ra
 void check_range(const char* name, const std::vector<std::int64_t>& range) {
   if (range.size() <= 2 && range.front() >= 1 && range.front() <= range.back()) return;
   std::string given;
-  for (const std::int64_t value : range)
-    given += (given.empty() ? "" : ",") + std::to_string(value);
+  for (const std::int64_t value : range) {
+    if (!given.empty()) given += ',';
+    given += std::to_string(value);
+  }
   throw std::runtime_error(std::string("serve-bench: ") + name + " " + given +
                            ", one number or the least and the most expected, from 1 on");
 }
