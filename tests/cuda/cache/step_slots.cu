@@ -61,12 +61,31 @@ TEST_CASE("steps of slots refuse what does not fit, and take nothing") {
       cache.attend(SlotView{slots.data(), 1}, queries(cache.config().max_query_tokens + 1),
                    outputs(cache.config().max_query_tokens + 1)),
       ShapeError);
+  const std::int64_t many = cache.config().tail_capacity + 1;
+  CHECK_THROWS_AS(cache.append(SlotView{slots.data(), 1}, keys(many), values(many)), CapacityError);
   cache.append(SlotView{}, keys(0), values(0));
   cache.attend(SlotView{}, queries(0), outputs(0));
   CHECK_THROWS_AS(cache.slot(7), SequenceError);
   cache.create(7);
   CHECK(cache.slot(7) >= 0);
   CHECK(cache.slot(7) < 3);
+}
+
+TEST_CASE("a stack's slots are those of its layers, or none") {
+  CacheConfig config;
+  config.shape = {2, 1, 16};
+  config.max_sequences = 2;
+  config.max_tokens = 64;
+  LayerStack<FullKV<Cuda>> stack(config, std::vector<LayerBasis>(2));
+  stack.create(1);
+  CHECK(stack.slot(1) == stack.layer(1).slot(1));
+  CHECK_THROWS_AS(stack.slot(2), SequenceError);
+  // The layers got their sequences in another order.
+  stack.layer(0).create(2);
+  stack.erase(1);
+  stack.layer(1).create(2);
+  CHECK_THROWS_WITH_AS(
+      stack.slot(2), "sequence 2: slot 1 in layer 0, 0 in another, the same expected", StateError);
 }
 
 TEST_CASE("a sequence that is named twice among many is found") {

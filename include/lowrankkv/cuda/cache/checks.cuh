@@ -146,19 +146,35 @@ void check_query_window(const Layer& layer, int slot, const QueryView& window,
   }
 }
 
+/// @brief The number of tokens for each of `count` sequences, 0 for none.
+/// @param tokens_are, count_is  what they are called
+/// @throws ShapeError unless all get equally many
+inline int tokens_of_each(const char* call, std::int64_t tokens, const char* tokens_are,
+                          std::int64_t count, const char* count_is) {
+  if (count == 0 ? tokens != 0 : tokens % count != 0) {
+    ::lowrankkv::detail::fail<ShapeError>(call, ": ", tokens, " ", tokens_are, " for ", count, " ",
+                                          count_is);
+  }
+  return count == 0 ? 0 : static_cast<int>(tokens / count);
+}
+/// @brief Checks that attention can be asked for m query tokens of a sequence. @throws ShapeError
+template <class Layer>
+void check_query_tokens(const char* call, const Layer& layer, std::int64_t m) {
+  const int most = layer.config.max_query_tokens;
+  if (m <= most) return;
+  ::lowrankkv::detail::fail<ShapeError>(call, ": ", m,
+                                        " query tokens a sequence, max_query_tokens ", most);
+}
+
 /// @brief Checks the views of append(). Returns the number of tokens per sequence.
 /// @throws ShapeError
 template <class Layer>
 int check_tokens(const Layer& layer, std::span<const SequenceId> seqs, const KeyView& key,
                  const ValueView& value) {
   const std::int64_t count = static_cast<std::int64_t>(seqs.size());
-  if (count == 0 ? key.num_tokens != 0 : key.num_tokens % count != 0) {
-    ::lowrankkv::detail::fail<ShapeError>("append: ", key.num_tokens, " tokens for ", count,
-                                          " sequences");
-  }
-  const std::int64_t m = count == 0 ? 0 : key.num_tokens / count;
+  const int m = tokens_of_each("append", key.num_tokens, "tokens", count, "sequences");
   check_views(layer, key, value, count, m);
-  return static_cast<int>(m);
+  return m;
 }
 /// @brief Checks that m more tokens fit each sequence and its tail.
 /// @throws CapacityError, SequenceError
@@ -218,10 +234,7 @@ int check_certify(const Layer& layer, std::span<const SequenceId> seqs, const Qu
               out.data == nullptr ? 0 : out.num_tokens);
   check_equal("num_heads", "cache", config.shape.num_qo_heads, "certificates", out.num_heads);
   const std::int64_t m = tokens / count;
-  if (m > config.max_query_tokens) {
-    fail<ShapeError>("certify: ", m, " query tokens a sequence, max_query_tokens ",
-                     config.max_query_tokens);
-  }
+  check_query_tokens("certify", layer, m);
   for (const SequenceId seq : seqs) {
     const int tail = layer.state.sequence(idle_slot(layer, seq)).tail_length;
     if (m <= tail) continue;

@@ -117,11 +117,7 @@ void StepCalls<Layer>::attend(Layer& layer, const SlotView& slots, const QueryVi
                               const OutputView& out, const LseView& lse, cudaStream_t stream) {
   check_queries(layer, query, out, lse, query.num_tokens);
   const int m = check_slots("attend", layer, slots, query.num_tokens);
-  if (m > layer.config.max_query_tokens) {
-    ::lowrankkv::detail::fail<ShapeError>("attend: ", m,
-                                          " query tokens a sequence, max_query_tokens ",
-                                          layer.config.max_query_tokens);
-  }
+  check_query_tokens("attend", layer, m);
   if (m == 0) return;
   const DeviceOutput target{out.data, out.token_stride, out.head_stride, lse.data,
                             lse.token_stride};

@@ -52,11 +52,10 @@ int check_slots(const char* call, const Layer& layer, const SlotView& slots,
   if (slots.count < 0 || slots.count > layer.config.max_sequences)
     fail<CapacityError>(call, ": ", slots.count, " slots, 0 to max_sequences ",
                         layer.config.max_sequences, " expected");
-  if (slots.count == 0 ? num_tokens != 0 : num_tokens % slots.count != 0)
-    fail<ShapeError>(call, ": ", num_tokens, " tokens for ", slots.count, " slots");
-  if (slots.count == 0 || num_tokens == 0) return 0;
-  if (slots.data == nullptr) fail<ShapeError>(call, ": null pointer with ", slots.count, " slots");
-  return static_cast<int>(num_tokens / slots.count);
+  const int m = tokens_of_each(call, num_tokens, "tokens", slots.count, "slots");
+  if (m > 0 && slots.data == nullptr)
+    fail<ShapeError>(call, ": null pointer with ", slots.count, " slots");
+  return m;
 }
 
 /// @brief Checks that there are equally many query tokens for each sequence. Returns that number,
@@ -64,20 +63,13 @@ int check_slots(const char* call, const Layer& layer, const SlotView& slots,
 /// @throws ShapeError, CapacityError
 template <class Layer>
 int check_attend(const Layer& layer, std::span<const SequenceId> seqs, const QueryView& query) {
-  using ::lowrankkv::detail::fail;
-  const CacheConfig& config = layer.config;
   const std::int64_t count = static_cast<std::int64_t>(seqs.size());
-  if (count == 0 ? query.num_tokens != 0 : query.num_tokens % count != 0) {
-    fail<ShapeError>("attend: ", query.num_tokens, " query tokens for ", count, " sequences");
+  const int m = tokens_of_each("attend", query.num_tokens, "query tokens", count, "sequences");
+  if (count > layer.config.max_sequences) {
+    ::lowrankkv::detail::fail<CapacityError>("attend: ", count, " sequences, max_sequences ",
+                                             layer.config.max_sequences);
   }
-  if (count > config.max_sequences) {
-    fail<CapacityError>("attend: ", count, " sequences, max_sequences ", config.max_sequences);
-  }
-  const int m = count == 0 ? 0 : static_cast<int>(query.num_tokens / count);
-  if (m > config.max_query_tokens) {
-    fail<ShapeError>("attend: ", m, " query tokens a sequence, max_query_tokens ",
-                     config.max_query_tokens);
-  }
+  check_query_tokens("attend", layer, m);
   return m;
 }
 
