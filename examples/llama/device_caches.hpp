@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "attention_rows.hpp"
+#include "device_stream.hpp"
 #include "lowrankkv/basis/joint_values.hpp"
 #include "lowrankkv/basis/layer_basis.hpp"
 #include "lowrankkv/basis/per_head.hpp"
@@ -33,12 +34,7 @@
 #include "lowrankkv/updater/oja.hpp"
 #include "lowrankkv/updater/static.hpp"
 
-struct CUstream_st;
-
 namespace llama {
-
-/// A stream of CUDA, without its headers.
-using DeviceStream = CUstream_st*;
 
 /// The caches of a model's layers in device memory. Rows are in device memory, dense, in f32; which
 /// form of the keys is stored was said when they were made. All work is on one stream.

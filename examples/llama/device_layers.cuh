@@ -279,6 +279,14 @@ struct DeviceLayer {
   Stacked<Real> projections, output, gate_up, down;
 };
 
+/// Room for `size` elements. What was in the array is lost if it grows, which waits.
+template <class T>
+void grow(gpu::DeviceArray<T>& array, std::size_t size) {
+  if (array.size() >= size) return;
+  array = gpu::DeviceArray<T>();  // before the larger one is there
+  array = gpu::DeviceArray<T>(size);
+}
+
 /// What the layers compute of n tokens: room for the largest n so far. A graph that was captured
 /// with some activations is only good as long as they are not moved.
 template <class Real>
@@ -303,25 +311,9 @@ class Activations {
     grow(gated_rows, size(inner));
     if constexpr (!std::is_same_v<Real, float>) grow(narrowed, size(query_width));
   }
-  std::size_t bytes() const {
-    std::size_t sum = normed.bytes() + gated_rows.bytes() + narrowed.bytes();
-    for (const Floats* array :
-         {&x, &delta, &projected, &query, &key, &pre_rope_key, &value, &attended, &gate_up})
-      sum += array->bytes();
-    return sum;
-  }
-
   Floats x, delta, projected, query, key, pre_rope_key, value, attended, gate_up;
   gpu::DeviceArray<Real> normed;  // behind the last norm: the output [n, hidden_size]
   gpu::DeviceArray<Real> gated_rows, narrowed;
-
- private:
-  template <class T>
-  static void grow(gpu::DeviceArray<T>& array, std::size_t size) {
-    if (array.size() >= size) return;
-    array = gpu::DeviceArray<T>();  // before the larger one is there
-    array = gpu::DeviceArray<T>(size);
-  }
 };
 
 /// A model's weights on the current GPU. All work is on one stream.
@@ -363,7 +355,6 @@ class DeviceLayers {
     for (const DeviceLayer<Real>& layer : layers_) bytes += layer.bytes();
     return bytes;
   }
-  std::size_t table_bytes() const { return rotation_.bytes() + workspace_.bytes(); }
 
   /// Cosines and sines of at least `positions` positions; waits where there are fewer.
   void rotate_up_to(std::int64_t positions) {

@@ -34,8 +34,8 @@ class GpuModel final : public DeviceModel {
     const Config& config = layers_.config();
     const std::size_t in = rows * static_cast<std::size_t>(config.hidden_size);
     const std::size_t out = rows * static_cast<std::size_t>(config.vocabulary_size);
-    if (head_in_.size() < in) head_in_ = Floats(in);
-    if (logits_.size() < out) logits_ = Floats(out);
+    grow(head_in_, in);
+    grow(logits_, out);
     gpu::check(cudaMemcpy(head_in_.data(), hidden, in * sizeof(float), cudaMemcpyHostToDevice),
                "cudaMemcpy");
     layers_.logits(head_in_.data(), n, logits_.data());
@@ -45,7 +45,7 @@ class GpuModel final : public DeviceModel {
  private:
   static void send(const std::vector<std::int32_t>& values,
                    gpu::DeviceArray<std::int32_t>& target) {
-    if (target.size() < values.size()) target = gpu::DeviceArray<std::int32_t>(values.size());
+    grow(target, values.size());
     gpu::check(cudaMemcpy(target.data(), values.data(), values.size() * sizeof(std::int32_t),
                           cudaMemcpyHostToDevice),
                "cudaMemcpy");

@@ -103,21 +103,15 @@ std::vector<Contender> make_contenders(const Engine& engine, const std::vector<s
                                        const std::vector<double>& ratios, MethodOptions options,
                                        std::int64_t max_tokens, const Calibration& calibration) {
   std::vector<Contender> contenders;
-  for (const std::string& name : names) {
-    const MethodInfo& info = find_method(name);
-    const std::vector<double> knobs = info.ratio.empty() || ratios.empty() ? info.ratios : ratios;
-    for (const double ratio : knobs) {
-      options.method = name;
-      options.ratio = ratio;
-      Contender contender;
-      contender.options = options;
-      contender.store =
-          make_store(options, engine.model.config(), max_tokens, calibration, engine.threads);
-      contender.row.method = name;
-      contender.row.ratio = ratio;
-      contender.row.knob = info.ratio;
-      contenders.push_back(std::move(contender));
-    }
+  for (MethodOptions& own : at_ratios(names, ratios, std::move(options))) {
+    Contender contender;
+    contender.store =
+        make_store(own, engine.model.config(), max_tokens, calibration, engine.threads);
+    contender.row.method = own.method;
+    contender.row.ratio = own.ratio;
+    contender.row.knob = find_method(own.method).ratio;
+    contender.options = std::move(own);
+    contenders.push_back(std::move(contender));
   }
   if (contenders.empty()) throw std::runtime_error("no method named");
   return contenders;

@@ -67,6 +67,20 @@ const std::vector<MethodInfo>& methods() {
 
 const MethodInfo& find_method(const std::string& name) { return find(name).info; }
 
+std::vector<MethodOptions> at_ratios(const std::vector<std::string>& names,
+                                     const std::vector<double>& ratios, MethodOptions options) {
+  std::vector<MethodOptions> all;
+  for (const std::string& name : names) {
+    const MethodInfo& info = find_method(name);
+    options.method = name;
+    for (const double ratio : info.ratio.empty() || ratios.empty() ? info.ratios : ratios) {
+      options.ratio = ratio;
+      all.push_back(options);
+    }
+  }
+  return all;
+}
+
 std::unique_ptr<KvStore> make_store(const MethodOptions& options, const Config& model,
                                     std::int64_t max_tokens, const Calibration& calibration,
                                     const std::shared_ptr<lowrankkv::cpu::ThreadPool>& threads) {

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "device_caches.hpp"
+#include "device_stream.hpp"
 #include "lowrankkv/calibrate/layer_moments.hpp"
 #include "lowrankkv/core/cache_config.hpp"
 #include "lowrankkv/core/memory_usage.hpp"
@@ -18,6 +18,8 @@
 #include "model.hpp"
 
 namespace llama {
+
+class DeviceCaches;
 
 /// One LayerStack of some method.
 class KvStore {
@@ -96,6 +98,10 @@ struct MethodInfo {
 
 const std::vector<MethodInfo>& methods();
 const MethodInfo& find_method(const std::string& name);
+/// `options` for every method at every ratio (methods without a ratio once); no ratios: each method
+/// at those of its MethodInfo.
+std::vector<MethodOptions> at_ratios(const std::vector<std::string>& names,
+                                     const std::vector<double>& ratios, MethodOptions options);
 
 /// What a model was calibrated to, per layer, by the form of the keys; a form that was not is
 /// empty.

@@ -415,7 +415,9 @@ int main(int argc, char** argv) try {
   options.add_method(serving);
   serve_command.add(serving);
   options.add_seed(serving, "requests, and with --shape of weights");
-  served_model->required(false)->excludes(serving->get_option("--shape"));
+  served_model->required(false);
+  for (const char* of_model : {"--model", "--bases", "--trained", "--threads"})
+    serving->get_option("--shape")->excludes(serving->get_option(of_model));
 
   CLI::App* calibrate = app.add_subcommand(
       "calibrate", "moments of a text's queries, keys and values, from which every basis follows");
@@ -530,6 +532,11 @@ int main(int argc, char** argv) try {
       throw std::runtime_error("cannot write " + options.json);
     return 0;
   }
+  if (serving->parsed()) {
+    if (serving->get_option("--device")->count() > 0 && !options.method.on_gpu)
+      throw std::runtime_error("serve-bench: --device cpu, cuda expected");
+    options.method.on_gpu = true;
+  }
   if (options.method.cpu_codes && !options.method.on_gpu)
     throw std::runtime_error("--cpu-codes with --device cpu, where there are no others");
   if (sampling_seed->count() > 0 && sampling.temperature == 0.0F)
@@ -544,7 +551,11 @@ int main(int argc, char** argv) try {
   };
   if (serving->parsed() && !serve_command.shape().empty()) {
     const llama::Config config = llama::shape_of(serve_command.shape());
-    serve_command.run(nullptr, config, llama::random_calibration(config), served());
+    const bool unrotated_keys =
+        options.method.pre_rope ||
+        std::any_of(options.methods.begin(), options.methods.end(),
+                    [](const std::string& name) { return llama::find_method(name).pre_rope; });
+    serve_command.run(nullptr, config, llama::random_calibration(config, unrotated_keys), served());
     return 0;
   }
   if (serving->parsed() && options.model.empty())

@@ -36,7 +36,7 @@ struct OnGpu {
     options.query_tokens = 1;
     options.stream = model->stream();
     store = make_store(options, nano().model.config(), max_tokens,
-                       random_calibration(nano().model.config()), nano().threads);
+                       random_calibration(nano().model.config(), false), nano().threads);
   }
   DeviceCaches& caches() { return *store->on_device(); }
 
@@ -203,6 +203,14 @@ TEST_CASE("requests of random lengths with cancellations leave nothing behind") 
     const std::int64_t expected = std::min(requests[i].output_tokens, requests[i].cancelled_after);
     CHECK(static_cast<std::int64_t>(report.requests[i].answer.size()) == expected);
   }
+}
+
+TEST_CASE("methods whose steps have to say what they attended to are refused") {
+  OnGpu gpu("H2O", WeightType::f16, 2, 128);
+  CHECK_THROWS_WITH_AS(gpu.model->capture(gpu.caches(), {1}, 128),
+                       "steps of many sequences: this method evicts by accumulated attention "
+                       "scores, methods that do not are expected",
+                       std::runtime_error);
 }
 
 TEST_CASE("steps and positions that were not captured are refused") {

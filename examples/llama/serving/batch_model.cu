@@ -115,13 +115,6 @@ class GpuBatchModel final : public BatchModel {
 
   DeviceStream stream() const override { return stream_.get(); }
   std::size_t weight_bytes() const override { return layers_.weight_bytes(); }
-  std::size_t activation_bytes() const override {
-    std::size_t bytes = layers_.table_bytes() + of_prompt_.bytes() + of_step_.bytes() +
-                        prompt_logits_.bytes() + logits_.bytes() + prompt_in_.bytes();
-    for (const Floats* rows : {&random_query_, &random_key_, &random_value_})
-      bytes += rows->bytes();
-    return bytes;
-  }
   std::size_t free_bytes() const override {
     std::size_t free = 0, all = 0;
     gpu::check(cudaMemGetInfo(&free, &all), "cudaMemGetInfo");
@@ -265,13 +258,6 @@ class GpuBatchModel final : public BatchModel {
    private:
     cudaEvent_t event_ = nullptr;
   };
-
-  template <class T>
-  static void grow(gpu::DeviceArray<T>& array, std::size_t size) {
-    if (array.size() >= size) return;
-    array = gpu::DeviceArray<T>();
-    array = gpu::DeviceArray<T>(size);
-  }
 
   /// Graphs hold the table of rotations, which must not grow then.
   void check_positions(std::int64_t positions) const {

@@ -34,7 +34,6 @@ class BatchModel {
   /// The stream of all work.
   virtual DeviceStream stream() const = 0;
   virtual std::size_t weight_bytes() const = 0;
-  virtual std::size_t activation_bytes() const = 0;
   /// Free bytes of the GPU's memory.
   virtual std::size_t free_bytes() const = 0;
 

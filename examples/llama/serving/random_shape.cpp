@@ -60,7 +60,7 @@ std::vector<float> random_spectrum(int head_dim) {
   return sizes;
 }
 
-Calibration random_calibration(const Config& config) {
+Calibration random_calibration(const Config& config, bool pre_rope) {
   constexpr std::int64_t kTokens = 1024, kContext = 768;
   const std::vector<float> sizes = random_spectrum(config.head_dim);
   std::mt19937_64 random(1);
@@ -86,7 +86,10 @@ Calibration random_calibration(const Config& config) {
     });
     return std::vector(static_cast<std::size_t>(config.num_layers), layer);
   };
-  return {moments_of(lowrankkv::Rope::post), moments_of(lowrankkv::Rope::pre)};
+  Calibration calibration;
+  calibration.post_rope = moments_of(lowrankkv::Rope::post);
+  if (pre_rope) calibration.pre_rope = moments_of(lowrankkv::Rope::pre);
+  return calibration;
 }
 
 }  // namespace llama

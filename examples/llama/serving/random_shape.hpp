@@ -20,7 +20,7 @@ Config shape_of(const std::string& name);
 /// trained models do.
 std::vector<float> random_spectrum(int head_dim);
 /// A calibration to random rows of that spectrum, the same in every layer: so that methods choose
-/// bases and codes.
-Calibration random_calibration(const Config& config);
+/// bases and codes. @param pre_rope  of keys before their rotary embedding too
+Calibration random_calibration(const Config& config, bool pre_rope);
 
 }  // namespace llama

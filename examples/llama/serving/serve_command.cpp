@@ -18,6 +18,8 @@
 namespace llama {
 namespace {
 
+constexpr int kMostPlaces = 4096;
+
 /// Bytes of the activations of a step and its logits, for each place: room that is left for them.
 std::size_t bytes_of_place(const Config& config) {
   return sizeof(float) *
@@ -80,9 +82,11 @@ struct ServeCommand::Row {
   double step_ms = 0.0;                 // the median of those
   double first_token_ms[2] = {};        // from arrival: median, 99th percentile
   double token_ms[2] = {};              // between tokens of an answer, its mean: the same
-  std::size_t weight_bytes = 0, page_bytes = 0, slot_bytes = 0;  // page_bytes: of all pages
-  double bytes_per_token = 0.0;  // of pages and slots, over the tokens that the places can have
-  std::int64_t pages_left = 0;   // that did not come back
+  std::size_t weight_bytes = 0, slot_bytes = 0;
+  std::size_t cache_bytes = 0;  // of all pages
+  double bytes_per_token =
+      0.0;  // of the pages and the slot of the longest sequence, over its tokens
+  std::int64_t pages_left = 0;  // that did not come back
 
   /// Rates and latencies of the report.
   void summarise() {
@@ -153,14 +157,15 @@ void ServeCommand::add(CLI::App* app) {
       ->capture_default_str();
   app->add_option("--places", places_,
                   "sequences at a time; 0: as many of the longest request as memory has room for")
-      ->check(CLI::Range(0, 4096))
+      ->check(CLI::Range(0, kMostPlaces))
       ->capture_default_str();
   app->add_option("--reserve-gb", reserve_, "memory that is not for the cache, with --places 0")
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
-  app->add_option("--prompt-chunk", chunk_, "most tokens of a part of a prompt")
-      ->check(CLI::PositiveNumber)
-      ->capture_default_str();
+  CLI::Option* chunk =
+      app->add_option("--prompt-chunk", chunk_, "most tokens of a part of a prompt")
+          ->check(CLI::PositiveNumber)
+          ->capture_default_str();
   app->add_option("--parts-between-steps", parts_, "most parts of prompts between two steps")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
@@ -169,7 +174,8 @@ void ServeCommand::add(CLI::App* app) {
   CLI::Option* text =
       app->add_option("--text", text_, "text file that prompts are parts of; default: drawn ids")
           ->check(CLI::ExistingFile);
-  text->excludes(app->get_option("--shape"))->excludes(app->get_option("--random-prompts"));
+  for (CLI::Option* of_texts : {chunk, text})  // where prompts are run
+    of_texts->excludes(app->get_option("--shape"))->excludes(app->get_option("--random-prompts"));
   app->add_option("--answers", answers_,
                   "write every request's prompt and answer, by method, to this file (JSON)")
       ->needs(text);
@@ -210,7 +216,6 @@ std::unique_ptr<KvStore> ServeCommand::store_of(const BatchModel& model, const C
                                                 const MethodOptions& options, int sequences,
                                                 std::size_t pool_bytes) const {
   MethodOptions own = options;
-  own.on_gpu = true;
   own.sequences = sequences;
   own.pool_bytes = pool_bytes;
   own.query_tokens = 1;
@@ -245,7 +250,7 @@ ServeCommand::Room ServeCommand::room_for(const BatchModel& model, const Config&
                              std::to_string(room.pages + room.slot + used) +
                              " bytes for a sequence of " + std::to_string(most_tokens()) +
                              " tokens, free are " + std::to_string(free));
-  room.places = static_cast<int>(std::min<std::size_t>(fit, 4096));
+  room.places = static_cast<int>(std::min<std::size_t>(fit, kMostPlaces));
   return room;
 }
 
@@ -266,7 +271,7 @@ ServeCommand::Row ServeCommand::measure(BatchModel& model, const Config& config,
                               room.pages * static_cast<std::size_t>(room.places));
   DeviceCaches& caches = *store->on_device();
   row.weight_bytes = model.weight_bytes();
-  row.page_bytes = static_cast<std::size_t>(caches.num_pages()) * caches.page_bytes();
+  row.cache_bytes = static_cast<std::size_t>(caches.num_pages()) * caches.page_bytes();
   DeviceServer::Options how;
   how.most_sequences = room.places;
   how.max_tokens = most_tokens();
@@ -294,7 +299,7 @@ void ServeCommand::print(const Row& row) {
   std::printf("%-16s %5.2f %6d %8.0f %9.1f %9.1f %8.3f %8.1f %8.1f %8.3f %8.3f %9.2f\n",
               row.method.c_str(), row.ratio, row.places, row.bytes_per_token, row.tokens_per_second,
               row.step_tokens_per_second, row.step_ms, row.first_token_ms[0], row.first_token_ms[1],
-              row.token_ms[0], row.token_ms[1], 1e-9 * static_cast<double>(row.page_bytes));
+              row.token_ms[0], row.token_ms[1], 1e-9 * static_cast<double>(row.cache_bytes));
   std::fflush(stdout);
 }
 
@@ -316,7 +321,7 @@ nlohmann::ordered_json ServeCommand::json_of(const Row& row) const {
           {"token_ms", row.token_ms[0]},
           {"token_ms_99", row.token_ms[1]},
           {"weight_bytes", row.weight_bytes},
-          {"cache_bytes", row.page_bytes},
+          {"cache_bytes", row.cache_bytes},
           {"slot_bytes", row.slot_bytes},
           {"bytes_per_token", row.bytes_per_token}};
 }
@@ -343,20 +348,14 @@ void ServeCommand::run(const Engine* engine, const Config& config, const Calibra
               "", "steps", "ms", "median", "99 %", "median", "99 %", "GB");
   nlohmann::ordered_json rows = nlohmann::ordered_json::array();
   nlohmann::ordered_json answers = nlohmann::ordered_json::array();
-  for (const std::string& name : methods.names) {
-    const bool has_ratio = !find_method(name).ratio.empty();
-    for (const double ratio : has_ratio ? methods.ratios : std::vector<double>{1.0}) {
-      MethodOptions options = methods.options;
-      options.method = name;
-      options.ratio = ratio;
-      const Row row = measure(*on_gpu, config, calibration, options, text, methods.seed);
-      print(row);
-      if (row.pages_left != 0)
-        throw std::runtime_error("serve-bench: " + std::to_string(row.pages_left) +
-                                 " pages did not come back, 0 expected");
-      rows.push_back(json_of(row));
-      if (!answers_.empty()) row.add_answers(*engine, answers);
-    }
+  for (const MethodOptions& options : at_ratios(methods.names, methods.ratios, methods.options)) {
+    const Row row = measure(*on_gpu, config, calibration, options, text, methods.seed);
+    print(row);
+    if (row.pages_left != 0)
+      throw std::runtime_error("serve-bench: " + std::to_string(row.pages_left) +
+                               " pages did not come back, 0 expected");
+    rows.push_back(json_of(row));
+    if (!answers_.empty()) row.add_answers(*engine, answers);
   }
   if (!methods.json.empty()) write_json(methods.json, rows);
   if (!methods.csv.empty()) write_csv(methods.csv, rows);
