@@ -50,6 +50,10 @@ LOWRANKKV_NAMESPACE_BEGIN
 /// until one of its sequences is erased. Calls are on one stream, or on streams that wait for each
 /// other. docs/embedding.md has a table of all calls.
 ///
+/// A cache belongs to the device that is current when it is made. Its calls make that device
+/// current while they run, and then the one before. A stream of another device raises ValueError,
+/// where the runtime tells: from CUDA 12.8, not during capture.
+///
 /// A row is refused if it is not finite, or, with config.check_finite, if its stored type cannot
 /// hold it. The CPU raises ValueError before anything changes. A GPU stores zeros and counts it in
 /// faults(): append() zeroes the token's rows in all heads, prefill() and ingest() the row of that

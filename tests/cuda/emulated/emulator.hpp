@@ -174,6 +174,8 @@ void enqueue(Work&& work) {
   else
     work();
 }
+/// Whether kernels can be launched on the stream (runtime.cpp).
+bool of_current_device(cudaStream_t stream);
 /// A launch: kernel(arguments...) for every thread.
 template <class Kernel, class... Arguments>
 void run(dim3 grid, dim3 size, std::size_t shared, Kernel kernel, Arguments... arguments) {
@@ -183,6 +185,7 @@ void run(dim3 grid, dim3 size, std::size_t shared, Kernel kernel, Arguments... a
 template <class... Parameters, class... Arguments>
 cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                    Arguments&&... arguments) {
+  if (!of_current_device(config->stream)) return cudaErrorInvalidResourceHandle;
   run(config->gridDim, config->blockDim, config->dynamicSmemBytes, kernel,
       Parameters(arguments)...);
   return cudaSuccess;

@@ -3,11 +3,38 @@
 // the host's, streams do everything at once, graphs are lists of work.
 #include "emulator.hpp"
 
+#include <map>
+#include <mutex>
+
 namespace {
 cudaError_t last = cudaSuccess;
+
+// Two devices, so that tests can make the wrong one current. Memory is the current device's, as far
+// as anybody asks.
+thread_local int current = 0;
+std::mutex mutex;
+/// Devices of memory, which may be freed after everything else.
+std::map<const void*, int>& devices() {
+  static auto& all = *new std::map<const void*, int>;
+  return all;
 }
+/// What the emulation allocates meanwhile is not the library's.
+struct AtWork {
+  AtWork() : lock(mutex) { ++emulated::at_work; }
+  ~AtWork() { --emulated::at_work; }
+  std::lock_guard<std::mutex> lock;
+};
+}  // namespace
+
+/// A stream that was created, on the device that was current then.
+struct CUstream_st {
+  int device;
+};
 
 namespace emulated {
+bool of_current_device(cudaStream_t stream) {
+  return stream == nullptr || stream->device == current;
+}
 template <class Sum, int depth>
 void sum_products(const Sum (&a)[16][depth], const Sum (&b)[depth][8], Sum (&sums)[16][8]) {
   for (int row = 0; row < 16; ++row) {
@@ -26,10 +53,17 @@ template void sum_products(const int (&)[16][32], const int (&)[32][8], int (&)[
 extern "C" {
 cudaError_t cudaMalloc(void** memory, std::size_t bytes) {
   *memory = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
-  if (*memory != nullptr) std::memset(*memory, 0xff, bytes);
-  return *memory != nullptr ? cudaSuccess : cudaErrorMemoryAllocation;
+  if (*memory == nullptr) return cudaErrorMemoryAllocation;
+  std::memset(*memory, 0xff, bytes);
+  const AtWork work;
+  devices()[*memory] = current;
+  return cudaSuccess;
 }
 cudaError_t cudaFree(void* memory) {
+  {
+    const AtWork work;
+    devices().erase(memory);
+  }
   std::free(memory);
   return cudaSuccess;
 }
@@ -73,11 +107,30 @@ cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total) {
   return cudaSuccess;
 }
 cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
+  *device = current;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int device) {
+  if (device < 0 || device > 1) return cudaErrorInvalidDevice;
+  current = device;
   return cudaSuccess;
 }
 cudaError_t cudaGetDeviceCount(int* count) {
-  *count = 1;
+  *count = 2;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamGetDevice(cudaStream_t stream, int* device) {
+  if (emulated::captured() != nullptr) return cudaErrorStreamCaptureUnsupported;
+  *device = stream == nullptr ? current : stream->device;
+  return cudaSuccess;
+}
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* memory) {
+  *attributes = {};
+  const AtWork work;
+  const auto found = devices().find(memory);
+  const bool known = found != devices().end();
+  attributes->type = known ? cudaMemoryTypeDevice : cudaMemoryTypeUnregistered;
+  attributes->device = known ? found->second : -1;
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
@@ -102,10 +155,14 @@ cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 cudaError_t cudaDeviceReset() { return cudaSuccess; }
 cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
-  *stream = nullptr;
+  const AtWork work;
+  *stream = new CUstream_st{current};
   return cudaSuccess;
 }
-cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  delete stream;
+  return cudaSuccess;
+}
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
   *status =
       emulated::captured() != nullptr ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;

@@ -10,6 +10,7 @@
 #include "lowrankkv/cuda/cache/checks.cuh"
 #include "lowrankkv/cuda/decode/certify.cuh"
 #include "lowrankkv/cuda/layer/layer.cuh"
+#include "lowrankkv/cuda/runtime/device_scope.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
@@ -19,6 +20,7 @@ void CertifyCalls<Layer>::certify(Layer& layer, std::span<const SequenceId> seqs
                                   const QueryView& query, const LseView& lse,
                                   const CertificateView& out, const Certificate& allowed,
                                   std::uint32_t* exceeding, cudaStream_t stream) {
+  const DeviceScope on("certify", layer.state.device(), stream);
   refuse_capture("certify", stream);
   const int m = check_certify(layer, seqs, query, lse, out);
   for (std::size_t i = 0; i < seqs.size(); ++i) {

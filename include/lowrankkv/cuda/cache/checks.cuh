@@ -13,17 +13,11 @@
 #include "lowrankkv/core/views.hpp"
 #include "lowrankkv/cuda/layer/layer.cuh"
 #include "lowrankkv/cuda/runtime/device.cuh"
+#include "lowrankkv/cuda/runtime/device_scope.hpp"
 #include "lowrankkv/cuda/scores/attention_scores.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
-
-/// @brief Whether the stream is capturing a graph: work that is enqueued runs later, perhaps often.
-inline bool capturing(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
-  return status != cudaStreamCaptureStatusNone;
-}
 
 /// @brief Refuses a call during capture: its decisions on the host would not be replayed.
 /// @throws StateError

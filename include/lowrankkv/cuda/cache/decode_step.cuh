@@ -14,6 +14,7 @@
 #include "lowrankkv/cuda/cache/checks.cuh"
 #include "lowrankkv/cuda/cache/step_rows.cuh"
 #include "lowrankkv/cuda/layer/layer.cuh"
+#include "lowrankkv/cuda/runtime/device_scope.hpp"
 #include "lowrankkv/cuda/state/append_rows.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -72,6 +73,7 @@ void attend_sequences(Layer& layer, std::span<const SequenceId> seqs, const Quer
 template <class Layer>
 void StepCalls<Layer>::append(Layer& layer, Sequences seqs, const KeyView& key,
                               const ValueView& value, cudaStream_t stream) {
+  const DeviceScope on("append", layer.state.device(), stream);
   const int m = check_tokens(layer, seqs, key, value);
   const bool replayed = capturing(stream);
   if (!replayed) check_advance(layer, seqs, m);
@@ -94,6 +96,7 @@ void StepCalls<Layer>::check_advance(const Layer& layer, Sequences seqs, int m) 
 template <class Layer>
 void StepCalls<Layer>::attend(Layer& layer, Sequences seqs, const QueryView& query,
                               const OutputView& out, const LseView& lse, cudaStream_t stream) {
+  const DeviceScope on("attend", layer.state.device(), stream);
   check_queries(layer, query, out, lse, query.num_tokens);
   const DeviceOutput target{out.data, out.token_stride, out.head_stride, lse.data,
                             lse.token_stride};
@@ -102,6 +105,7 @@ void StepCalls<Layer>::attend(Layer& layer, Sequences seqs, const QueryView& que
 template <class Layer>
 void StepCalls<Layer>::append(Layer& layer, const SlotView& slots, const KeyView& key,
                               const ValueView& value, cudaStream_t stream) {
+  const DeviceScope on("append", layer.state.device(), stream);
   const int m = check_slots("append", layer, slots, key.num_tokens);
   check_views(layer, key, value, slots.count, m);
   if (m > layer.config.tail_capacity)
@@ -115,6 +119,7 @@ void StepCalls<Layer>::append(Layer& layer, const SlotView& slots, const KeyView
 template <class Layer>
 void StepCalls<Layer>::attend(Layer& layer, const SlotView& slots, const QueryView& query,
                               const OutputView& out, const LseView& lse, cudaStream_t stream) {
+  const DeviceScope on("attend", layer.state.device(), stream);
   check_queries(layer, query, out, lse, query.num_tokens);
   const int m = check_slots("attend", layer, slots, query.num_tokens);
   check_query_tokens("attend", layer, m);
@@ -131,6 +136,7 @@ template <class Layer>
 void StepCalls<Layer>::attend_partial(Layer& layer, Sequences seqs, const QueryView& query,
                                       const StateView& states, QueryTokens tokens,
                                       cudaStream_t stream) {
+  const DeviceScope on("attend_partial", layer.state.device(), stream);
   const OutputView out{states.values, states.num_tokens, states.num_heads, states.head_dim};
   const LseView lse{states.maximum, states.num_tokens, states.num_heads};
   check_queries(layer, query, out, lse, query.num_tokens);

@@ -12,12 +12,14 @@
 #include "lowrankkv/cuda/compress/compress.cuh"
 #include "lowrankkv/cuda/compress/flushed_rows.cuh"
 #include "lowrankkv/cuda/layer/layer.cuh"
+#include "lowrankkv/cuda/runtime/device_scope.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
 template <class Layer>
 void FlushCalls<Layer>::maintain(Layer& layer, Sequences seqs, cudaStream_t stream) {
+  const DeviceScope on("maintain", layer.state.device(), stream);
   refuse_capture("maintain", stream);
   std::vector<int> slots = idle_slots(layer, seqs);
   const HeldPages held(layer.state.pool().allocator(), pages_to_flush(layer, slots, 0));
@@ -35,6 +37,7 @@ std::int64_t FlushCalls<Layer>::pages_to_maintain(const Layer& layer, Sequences 
 template <class Layer>
 void FlushCalls<Layer>::append_maintained(Layer& layer, Sequences seqs, const KeyView& key,
                                           const ValueView& value, cudaStream_t stream) {
+  const DeviceScope on("append_maintained", layer.state.device(), stream);
   refuse_capture("append_maintained", stream);
   const int m = check_tokens(layer, seqs, key, value);
   check_advance(layer, seqs, m, std::int64_t{1} << 40);

@@ -17,6 +17,7 @@
 #include "lowrankkv/cuda/layer/layer.cuh"
 #include "lowrankkv/cuda/layer/layer_memory.cuh"
 #include "lowrankkv/cuda/layer/row_states.cuh"
+#include "lowrankkv/cuda/runtime/device_scope.hpp"
 #include "lowrankkv/cuda/sequence/fork.cuh"
 #include "lowrankkv/cuda/tiles/page_size.cuh"
 
@@ -27,6 +28,9 @@ template <class Layer>
 Layer* LayerCalls<Layer>::make(const CacheConfig& config, LayerBasis&& basis,
                                const PolicySet& policies, std::shared_ptr<PagePool>&& pool,
                                LentMemory&& workspace) {
+  const int device = current_device();
+  if (pool != nullptr) check_lent_memory("page pool", pool->memory(), device);
+  check_lent_memory("workspace", workspace.data, device);
   auto layer = std::make_unique<Layer>(config, basis, policies, std::move(pool), workspace);
   // Makes scratch memory for a flush of all sequences at once, so that flushes do not allocate.
   const std::int64_t scored = layer->state.max_rows(layer->state.tables().scored);
@@ -92,12 +96,14 @@ const PagePool& LayerCalls<Layer>::pool(const Layer& layer) {
 }
 template <class Layer>
 CacheStatistics LayerCalls<Layer>::statistics(const Layer& layer) {
+  const DeviceScope on(layer.state.device());
   CacheStatistics all = layer.statistics;
   if constexpr (Layer::device_epochs) count_device_epochs(layer.state, all);
   return all;
 }
 template <class Layer>
 std::uint32_t LayerCalls<Layer>::faults(const Layer& layer) {
+  const DeviceScope on(layer.state.device());
   std::uint32_t count = 0;
   ::lowrankkv::cuda::check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   ::lowrankkv::cuda::check(
@@ -108,6 +114,7 @@ std::uint32_t LayerCalls<Layer>::faults(const Layer& layer) {
 
 template <class Layer>
 void LayerCalls<Layer>::create(Layer& layer, SequenceId seq, cudaStream_t stream) {
+  const DeviceScope on("create", layer.state.device(), stream);
   refuse_capture("create", stream);
   AddedSlot<Layer> added(layer, seq);
   layer.state.clear(added.slot(), stream);
@@ -116,6 +123,7 @@ void LayerCalls<Layer>::create(Layer& layer, SequenceId seq, cudaStream_t stream
 template <class Layer>
 void LayerCalls<Layer>::fork(Layer& layer, SequenceId source, SequenceId target,
                              cudaStream_t stream) {
+  const DeviceScope on("fork", layer.state.device(), stream);
   refuse_capture("fork", stream);
   const int from = idle_slot(layer, source);
   AddedSlot<Layer> added(layer, from, target);
@@ -124,6 +132,7 @@ void LayerCalls<Layer>::fork(Layer& layer, SequenceId source, SequenceId target,
 }
 template <class Layer>
 void LayerCalls<Layer>::erase(Layer& layer, SequenceId seq, cudaStream_t stream) {
+  const DeviceScope on("erase", layer.state.device(), stream);
   refuse_capture("erase", stream);
   const int slot = layer.sequences.find_any(seq);
   ::lowrankkv::detail::ChangedSequences changed(layer.sequences, {&seq, 1});
@@ -142,6 +151,7 @@ int LayerCalls<Layer>::tail_length(const Layer& layer, SequenceId seq) {
 }
 template <class Layer>
 MemoryUsage LayerCalls<Layer>::memory(const Layer& layer, SequenceId seq) {
+  const DeviceScope on(layer.state.device());
   const int slot = layer.sequences.find_any(seq);
   return sequence_memory(layer.state, slot, Layer::listed(), layer.prompts.of(slot).bytes());
 }

@@ -16,6 +16,7 @@
 #include "lowrankkv/cuda/compress/compress.cuh"
 #include "lowrankkv/cuda/compress/flushed_rows.cuh"
 #include "lowrankkv/cuda/layer/layer.cuh"
+#include "lowrankkv/cuda/runtime/device_scope.hpp"
 #include "lowrankkv/cuda/scores/pre_rope_scores.cuh"
 #include "lowrankkv/cuda/store/pack_rows.cuh"
 
@@ -376,6 +377,7 @@ template <class Layer>
 void PromptCalls<Layer>::prefill(Layer& layer, SequenceId seq, const QueryView& query,
                                  const KeyView& key, const ValueView& value, const OutputView& out,
                                  const LseView& lse, Prompt prompt, cudaStream_t stream) {
+  const DeviceScope on("prefill", layer.state.device(), stream);
   refuse_capture("prefill", stream);
   const int slot = check_prompt(layer, seq, key, value);
   check_queries(layer, query, out, lse, key.num_tokens);
@@ -387,6 +389,7 @@ template <class Layer>
 void PromptCalls<Layer>::ingest(Layer& layer, SequenceId seq, const KeyView& key,
                                 const ValueView& value, const QueryView& q_window, Prompt prompt,
                                 cudaStream_t stream) {
+  const DeviceScope on("ingest", layer.state.device(), stream);
   refuse_capture("ingest", stream);
   const int slot = check_prompt(layer, seq, key, value);
   check_query_window(layer, slot, q_window, key.num_tokens);
@@ -395,6 +398,7 @@ void PromptCalls<Layer>::ingest(Layer& layer, SequenceId seq, const KeyView& key
 }
 template <class Layer>
 void PromptCalls<Layer>::finish_prompt(Layer& layer, SequenceId seq, cudaStream_t stream) {
+  const DeviceScope on("finish_prompt", layer.state.device(), stream);
   refuse_capture("finish_prompt", stream);
   const int slot = layer.sequences.find(seq);
   const PromptDemand demand = prompt_demand(layer, slot, layer.prompts.of(slot).rows());

@@ -12,6 +12,7 @@
 #include "lowrankkv/cuda/cache/checks.cuh"
 #include "lowrankkv/cuda/cache/full_row_limit.cuh"
 #include "lowrankkv/cuda/layer/layer.cuh"
+#include "lowrankkv/cuda/runtime/device_scope.hpp"
 #include "lowrankkv/cuda/sequence/saved_state.cuh"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -41,17 +42,20 @@ void check_saved_rows(const Layer& layer, const HeadRows& saved, std::int64_t st
 
 template <class Layer>
 std::size_t SaveCalls<Layer>::save_bytes(const Layer& layer, SequenceId seq) {
+  const DeviceScope on(layer.state.device());
   return save_sequence(layer.state, idle_slot(layer, seq), {}, true, nullptr);
 }
 template <class Layer>
 std::size_t SaveCalls<Layer>::save(const Layer& layer, SequenceId seq, std::span<std::byte> buffer,
                                    cudaStream_t stream) {
+  const DeviceScope on("save", layer.state.device(), stream);
   refuse_capture("save", stream);
   return save_sequence(layer.state, idle_slot(layer, seq), buffer, false, stream);
 }
 template <class Layer>
 void SaveCalls<Layer>::load(Layer& layer, SequenceId seq, std::span<const std::byte> saved,
                             cudaStream_t stream) {
+  const DeviceScope on("load", layer.state.device(), stream);
   refuse_capture("load", stream);
   const SavedSequence sequence = read_sequence(layer.state, saved);
   check_saved_rows(layer, sequence.rows, sequence.counts.num_tokens - sequence.counts.tail_length);

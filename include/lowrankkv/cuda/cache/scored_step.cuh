@@ -12,6 +12,7 @@
 #include "lowrankkv/cuda/cache/checks.cuh"
 #include "lowrankkv/cuda/cache/step_rows.cuh"
 #include "lowrankkv/cuda/layer/layer.cuh"
+#include "lowrankkv/cuda/runtime/device_scope.hpp"
 #include "lowrankkv/cuda/scores/attention_scores.cuh"
 #include "lowrankkv/cuda/scores/pre_rope_scores.cuh"
 
@@ -49,6 +50,7 @@ template <class Layer>
 void ScoreCalls<Layer>::attend_scored(Layer& layer, Sequences seqs, const QueryView& query,
                                       const OutputView& out, const LseView& lse,
                                       const ScoreView& accumulated, cudaStream_t stream) {
+  const DeviceScope on("attend", layer.state.device(), stream);
   if (accumulated.data == nullptr) {
     StepCalls<Layer>::attend(layer, seqs, query, out, lse, stream);
     return;
@@ -89,6 +91,7 @@ void ScoreCalls<Layer>::attend_scored(Layer& layer, Sequences seqs, const QueryV
 template <class Layer>
 void ScoreCalls<Layer>::accumulate(Layer& layer, Sequences seqs, const ScoreView& accumulated,
                                    cudaStream_t stream) {
+  const DeviceScope on("accumulate", layer.state.device(), stream);
   accumulate_scores(layer, seqs, accumulated, stream);
 }
 

@@ -13,6 +13,7 @@
 #include "lowrankkv/cuda/decode/reconstruct.cuh"
 #include "lowrankkv/cuda/layer/layer.cuh"
 #include "lowrankkv/cuda/layer/row_states.cuh"
+#include "lowrankkv/cuda/runtime/device_scope.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
@@ -21,6 +22,7 @@ template <class Layer>
 void StoredCalls<Layer>::reconstruct(const Layer& layer, SequenceId seq, std::int64_t first,
                                      const KeyTargetView& key, const ValueTargetView& value,
                                      cudaStream_t stream) {
+  const DeviceScope on("reconstruct", layer.state.device(), stream);
   refuse_capture("reconstruct", stream);
   const CacheShape& shape = layer.config.shape;
   const int slot = layer.sequences.find(seq);
@@ -50,6 +52,7 @@ template <class Layer>
 void StoredCalls<Layer>::row_states(const Layer& layer, SequenceId seq, int kv_head,
                                     std::int64_t first, std::span<RowState> states,
                                     cudaStream_t stream) {
+  const DeviceScope on("row_states", layer.state.device(), stream);
   refuse_capture("row_states", stream);
   const int slot = layer.sequences.find(seq);
   read_row_states(layer.state, slot, layer.tokens_of(slot), kv_head, first, states, stream);

@@ -13,6 +13,7 @@
 #include "lowrankkv/cuda/cache/checks.cuh"
 #include "lowrankkv/cuda/cache/full_row_limit.cuh"
 #include "lowrankkv/cuda/layer/layer.cuh"
+#include "lowrankkv/cuda/runtime/device_scope.hpp"
 #include "lowrankkv/cuda/sequence/remove_tokens.cuh"
 #include "lowrankkv/cuda/sequence/truncate_shift.cuh"
 
@@ -105,6 +106,7 @@ std::int64_t EditCalls<Layer>::rollback_limit(const Layer& layer, SequenceId seq
 template <class Layer>
 TruncateResult EditCalls<Layer>::truncate(Layer& layer, SequenceId seq, std::int64_t length,
                                           cudaStream_t stream) {
+  const DeviceScope on("truncate", layer.state.device(), stream);
   refuse_capture("truncate", stream);
   std::vector<HeadRows> kept = kept_below(layer, seq, length, stream);
   const int slot = layer.sequences.find(seq);
@@ -120,11 +122,13 @@ TruncateResult EditCalls<Layer>::truncate(Layer& layer, SequenceId seq, std::int
 }
 template <class Layer>
 void EditCalls<Layer>::check_truncate(const Layer& layer, SequenceId seq, std::int64_t length) {
+  const DeviceScope on(layer.state.device());
   static_cast<void>(kept_below(layer, seq, length, nullptr));
 }
 template <class Layer>
 void EditCalls<Layer>::remove(Layer& layer, SequenceId seq, std::int64_t first, std::int64_t count,
                               cudaStream_t stream) {
+  const DeviceScope on("remove", layer.state.device(), stream);
   refuse_capture("remove", stream);
   const RemovedRows rows = removed_rows(layer, seq, first, count, stream);
   const int slot = layer.sequences.find(seq);
@@ -139,6 +143,7 @@ void EditCalls<Layer>::remove(Layer& layer, SequenceId seq, std::int64_t first, 
 template <class Layer>
 std::int64_t EditCalls<Layer>::pages_to_remove(const Layer& layer, SequenceId seq,
                                                std::int64_t first, std::int64_t count) {
+  const DeviceScope on(layer.state.device());
   const RemovedRows rows = removed_rows(layer, seq, first, count, nullptr);
   PageDemand demand;
   demand_removal(layer.state, layer.sequences.find(seq), rows, demand);
@@ -147,6 +152,7 @@ std::int64_t EditCalls<Layer>::pages_to_remove(const Layer& layer, SequenceId se
 template <class Layer>
 void EditCalls<Layer>::shift_positions(Layer& layer, SequenceId seq, std::int64_t first,
                                        std::int64_t delta, cudaStream_t stream) {
+  const DeviceScope on("shift_positions", layer.state.device(), stream);
   refuse_capture("shift_positions", stream);
   const int slot = idle_slot(layer, seq);
   detail::set_shifts(layer, slot, shifted(layer.state, slot, first, delta), stream);
@@ -160,6 +166,7 @@ template <class Layer>
 void EditCalls<Layer>::divide_positions(Layer& layer, SequenceId seq, std::int64_t first,
                                         std::int64_t count, std::int64_t divisor,
                                         cudaStream_t stream) {
+  const DeviceScope on("divide_positions", layer.state.device(), stream);
   refuse_capture("divide_positions", stream);
   const int slot = idle_slot(layer, seq);
   detail::set_shifts(layer, slot, divided(layer.state, slot, first, count, divisor), stream);

@@ -23,6 +23,7 @@
 #include "lowrankkv/cuda/epochs/device_epochs.cuh"
 #include "lowrankkv/cuda/epochs/epoch_store.cuh"
 #include "lowrankkv/cuda/layer/host_sequence.cuh"
+#include "lowrankkv/cuda/runtime/device_scope.hpp"
 #include "lowrankkv/cuda/runtime/page_pool.cuh"
 #include "lowrankkv/cuda/state/append_rows.cuh"
 #include "lowrankkv/cuda/state/residual_store.cuh"
@@ -143,17 +144,16 @@ class LayerState {
       sequence.joint_heads = tables_.joint_heads;
     }
     workspace_ = Workspace(config, tiles_, tables_.max_segments, max_rows_, workspace);
-    int device = 0, major = 0;
-    check(cudaGetDevice(&device), "cudaGetDevice");
-    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+    int major = 0;
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device_),
           "cudaDeviceGetAttribute");
     cudaFuncAttributes compiled{};
     check(cudaFuncGetAttributes(&compiled, append_kernel<DeviceRows>), "cudaFuncGetAttributes");
     // Kernels compiled for older devices do not wait for the previous kernel: no overlap then.
     overlaps_ = major >= 9 && compiled.ptxVersion >= 90;
-    check(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, device),
+    check(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, device_),
           "cudaDeviceGetAttribute");
-    check(cudaDeviceGetAttribute(&shared_bytes_, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+    check(cudaDeviceGetAttribute(&shared_bytes_, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_),
           "cudaDeviceGetAttribute");
   }
 
@@ -171,6 +171,8 @@ class LayerState {
   }
 
   const CacheConfig& config() const { return config_; }
+  /// @brief The device that was current when the layer was made: its memory and streams.
+  int device() const { return device_; }
   const LayerTiles& tiles() const { return tiles_; }
   const LayerEdit& tables() const { return tables_; }
   /// @brief Checksum of the calibrated maps as stored.
@@ -550,6 +552,7 @@ class LayerState {
   Workspace workspace_;
   PageEdits edits_;
   bool overlaps_ = false;
+  int device_ = current_device();
   int shared_bytes_ = 0, multiprocessors_ = 1;
 };
 
