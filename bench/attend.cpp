@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // One decode step of one layer (32 query heads, 8 KV heads, head_dim 128): FullKV beside
-// StaticPCAHybrid at rank 32 and 77, beside transform codes at 2.5 bits, and beside pre-RoPE keys:
-// up-projected (groups of 4), folded (8 query heads).
+// StaticPCAHybrid at rank 32 and 77, beside full rows in 8 bits and transform codes at 2.5 bits,
+// and beside pre-RoPE keys: up-projected (groups of 4), folded (8 query heads).
 //
 // Floor of a step: stored bytes read once at the machine's streaming rate (measured here:
 // BM_stream), or 2 products per stored coefficient and query head at its f32 FMA rate, whichever is
@@ -83,12 +83,13 @@ BENCHMARK(BM_stream)->Unit(benchmark::kMillisecond)->UseRealTime();
 
 template <class Cache>
 void attend(benchmark::State& state, const LayerBasis& maps, Rope form = Rope::post,
-            int query_heads = 32) {
+            int query_heads = 32, int full_row_bits = 0) {
   const std::int64_t n = state.range(0);
   CacheConfig config{.shape = {query_heads, 8, 128},
                      .max_tokens = n + 1,
                      .num_threads = static_cast<int>(state.range(1))};
   config.rope.keys = form;
+  config.full_row_bits = full_row_bits;
   Cache cache(config, maps);
   cache.create(0);
   const auto k = rows(1024 * 8 * 128, 2);
@@ -110,6 +111,7 @@ void attend(benchmark::State& state, const LayerBasis& maps, Rope form = Rope::p
       benchmark::Counter(bytes, benchmark::Counter::kIsIterationInvariantRate);
 }
 void BM_full(benchmark::State& state) { attend<FullKV<>>(state, {}); }
+void BM_full_8_bits(benchmark::State& state) { attend<FullKV<>>(state, {}, Rope::post, 32, 8); }
 void BM_rank_32(benchmark::State& state) { attend<StaticPCAHybrid<>>(state, basis(32)); }
 void BM_rank_77(benchmark::State& state) { attend<StaticPCAHybrid<>>(state, basis(77)); }
 /// 32 channels at 4 bits and 96 at 2, of keys and of values.
@@ -154,6 +156,7 @@ BENCHMARK(BM_rank_77) LOWRANKKV_SHAPES;
       ->Unit(benchmark::kMillisecond) \
       ->UseRealTime()                 \
       ->MinTime(1.0)
+BENCHMARK(BM_full_8_bits) LOWRANKKV_SHAPE;
 BENCHMARK(BM_codes) LOWRANKKV_SHAPE;
 BENCHMARK(BM_codes_unrotated) LOWRANKKV_SHAPE;
 BENCHMARK(BM_rank_32_unrotated) LOWRANKKV_SHAPE;

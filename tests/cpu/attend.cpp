@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention over rows that kernels read in place, against float64: every stored type, odd sizes,
-// pages of any number of rows, values with a mean. ctest runs it for each instruction set.
+// Attention over rows that kernels read in place, against float64: every stored type, packed codes
+// of every width, odd sizes, pages of any number of rows, values with a mean. ctest runs it for
+// each instruction set.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -114,6 +115,29 @@ std::vector<float> attend(Cache& cache, const CacheShape& shape, std::int64_t n,
   return out;
 }
 
+/// |attend - float64| / |float64|, where float64 attends to the rows that the cache stores,
+/// decoded.
+template <class Cache>
+double error_of(Cache& cache, const CacheShape& shape, std::int64_t n,
+                const std::vector<float>& query, const std::vector<float>& keys,
+                const std::vector<float>& values) {
+  const std::vector<float> got = attend(cache, shape, n, query, keys, values);
+  std::vector<float> stored_keys(keys.size()), stored_values(values.size());
+  cache.reconstruct(0, 0, {stored_keys.data(), n, shape.num_kv_heads, shape.head_dim},
+                    {stored_values.data(), n, shape.num_kv_heads, shape.head_dim});
+  return distance(got, attention(shape, query, stored_keys, stored_values));
+}
+
+/// Random widths of `rank` channels, non-increasing, as TransformCode has them.
+std::vector<std::uint8_t> random_bits(std::mt19937_64& random, int rank) {
+  std::vector<std::uint8_t> bits(static_cast<std::size_t>(rank));
+  const int least = drawn(random, 0, 3);
+  for (std::uint8_t& width : bits) width = static_cast<std::uint8_t>(drawn(random, least, 8));
+  std::sort(bits.rbegin(), bits.rend());
+  bits[0] = (std::max)(bits[0], std::uint8_t{1});
+  return bits;
+}
+
 }  // namespace
 
 TEST_CASE("full rows in place: any type, head_dim, group, length and page") {
@@ -178,6 +202,92 @@ TEST_CASE("coefficients in place: any type, rank, group, length and page") {
     CHECK(distance(attend(cache, shape, n, query, keys, values),
                    attention(shape, query, keys, values)) < 2e-6);
   }
+}
+
+TEST_CASE("packed codes in place: any widths, scales, rank, group, length and page") {
+  std::mt19937_64 random(24);
+  for (int round = 0; round < 60 * support::effort(); ++round) {
+    const int group = drawn(random, 1, 9), heads = drawn(random, 1, 2), dim = drawn(random, 8, 96);
+    const int key_rank = drawn(random, 1, dim), value_rank = drawn(random, 1, dim);
+    const CacheShape shape{group * heads, heads, dim};
+    const std::int64_t n = drawn(random, 50, 900);
+    CacheConfig config{.shape = shape, .max_tokens = n};
+    config.full_type = DType::f32;
+    config.epoch_type = DType::f32;
+    config.page_bytes = static_cast<std::size_t>(drawn(random, 1, 70)) *
+                            static_cast<std::size_t>(key_rank + value_rank) +
+                        8 * static_cast<std::size_t>(dim) + (round % 2 == 0 ? 0 : 3);
+    CAPTURE(round);
+    CAPTURE(key_rank);
+    CAPTURE(value_rank);
+    CAPTURE(n);
+    CAPTURE(group);
+    CAPTURE(config.page_bytes);
+    const std::vector<float> keys = normal(random, n * heads * dim),
+                             values = normal(random, n * heads * dim, 1.0F);
+    const std::vector<float> query = normal(random, std::int64_t{group} * heads * dim);
+    LayerBasis basis = first_channels(shape, key_rank, value_rank);
+    if (round % 3 == 0) {
+      CompressedKVCache<Cpu, PerHead, Static, SinkRecent, Int8> cache(config, basis);
+      CHECK(error_of(cache, shape, n, query, keys, values) < 3e-6);
+    } else if (round % 3 == 1) {
+      using Cache = CompressedKVCache<Cpu, PerHead, Static, SinkRecent, BlockHadamard>;
+      typename Cache::PolicySet policies;
+      policies.quantizer.high_bits = drawn(random, 2, 8);
+      policies.quantizer.low_bits = drawn(random, 2, 8);
+      Cache cache(config, basis, policies);
+      CHECK(error_of(cache, shape, n, query, keys, values) < 3e-6);
+    } else {
+      for (HeadBasis& head : basis.heads) {
+        head.key_bits = random_bits(random, key_rank);
+        head.value_bits = random_bits(random, value_rank);
+        head.key_rms.assign(static_cast<std::size_t>(key_rank), 1.0F);
+        head.value_rms.assign(static_cast<std::size_t>(value_rank), 1.0F);
+      }
+      CompressedKVCache<Cpu, PerHead, Static, SinkRecent, TransformCode> cache(config, basis);
+      CHECK(error_of(cache, shape, n, query, keys, values) < 3e-6);
+    }
+  }
+}
+
+TEST_CASE("full rows in 8 bits in place: any head_dim, group, length and page") {
+  std::mt19937_64 random(25);
+  for (int round = 0; round < 20 * support::effort(); ++round) {
+    const int group = drawn(random, 1, 9), heads = drawn(random, 1, 2);
+    const int dim = round % 4 == 0 ? 128 : drawn(random, 1, 90);
+    const CacheShape shape{group * heads, heads, dim};
+    const std::int64_t n = drawn(random, 1, 700);
+    CacheConfig config{.shape = shape, .max_tokens = n, .full_row_bits = 8};
+    config.full_type = DType::f32;
+    config.page_bytes =
+        static_cast<std::size_t>((2 * dim + 4) * drawn(random, 1, 70) + drawn(random, 0, 3));
+    CAPTURE(dim);
+    CAPTURE(n);
+    CAPTURE(group);
+    CAPTURE(config.page_bytes);
+    const std::vector<float> keys = normal(random, n * heads * dim),
+                             values = normal(random, n * heads * dim, 1.0F),
+                             query = normal(random, std::int64_t{group} * heads * dim);
+    FullKV<> cache(config);
+    CHECK(error_of(cache, shape, n, query, keys, values) < 3e-6);
+  }
+}
+
+TEST_CASE("131072 keys in codes of 2 and 4 bits: the sums keep a relative error below 1e-5") {
+  std::mt19937_64 random(26);
+  const CacheShape shape{4, 1, 64};
+  const std::int64_t n = 131072;
+  CacheConfig config{.shape = shape, .max_tokens = n};
+  config.epoch_type = DType::f32;
+  LayerBasis basis = first_channels(shape, 64, 64);
+  basis.heads[0].key_bits.assign(64, 2);
+  std::fill_n(basis.heads[0].key_bits.begin(), 16, std::uint8_t{4});
+  basis.heads[0].value_bits = basis.heads[0].key_bits;
+  basis.heads[0].key_rms.assign(64, 1.0F);
+  basis.heads[0].value_rms.assign(64, 1.0F);
+  CompressedKVCache<Cpu, PerHead, Static, SinkRecent, TransformCode> cache(config, basis);
+  CHECK(error_of(cache, shape, n, normal(random, 4 * 64), normal(random, n * 64),
+                 normal(random, n * 64, 1.0F)) < 1e-5);
 }
 
 TEST_CASE("131072 keys, values of mean 1: the sums keep a relative error below 1e-5") {

@@ -158,6 +158,8 @@ class AttentionWorkspace {
     logits.resize(rows * kLogitStride);
     key_pieces.resize(simd::kBlockRows);
     value_runs.resize(simd::kBlockRows);
+    code_pieces.resize(simd::kBlockRows);
+    code_weights.resize(std::size_t{simd::kBlockRows} * simd::kCodeScratch);
     bias.resize(rows);
     // Folded form: one more row, for the channels that are not rotated.
     keys.resize((pre_rope ? dim + 1 : dim) * kTile);
@@ -182,15 +184,17 @@ class AttentionWorkspace {
   }
   std::size_t bytes() const {
     return 4 * (row.size() + map.size() + query.size() + projected.size() + expanded.size() +
-                logits.size() + bias.size() + keys.size() + values.size() + coefficients.size() +
-                cosines.size() + sines.size() + folded.size() + folded_mean.size() +
-                statistics_.size() + accumulators_.size()) +
-           key_pieces.size() * sizeof(simd::KeyPiece) + value_runs.size() * sizeof(simd::ValueRun);
+                logits.size() + code_weights.size() + bias.size() + keys.size() + values.size() +
+                coefficients.size() + cosines.size() + sines.size() + folded.size() +
+                folded_mean.size() + statistics_.size() + accumulators_.size()) +
+           key_pieces.size() * sizeof(simd::KeyPiece) + value_runs.size() * sizeof(simd::ValueRun) +
+           code_pieces.size() * sizeof(simd::CodePiece);
   }
 
-  std::vector<float> row, map, query, projected, expanded, logits, bias, keys, values;
+  std::vector<float> row, map, query, projected, expanded, logits, bias, keys, values, code_weights;
   std::vector<simd::KeyPiece> key_pieces;                                ///< of a block
   std::vector<simd::ValueRun> value_runs;                                ///< of a block
+  std::vector<simd::CodePiece> code_pieces;                              ///< of a block
   std::vector<float> coefficients, cosines, sines, folded, folded_mean;  ///< for pre-RoPE keys
 
  private:

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -95,7 +96,11 @@ class PagedRows {
   PagedRows() = default;
   PagedRows(RowList list, std::vector<RowLayout<Quantizer>> layouts, PagePool* pool,
             PageUndo* changes, DescriptorTable* table)
-      : list_(list), layouts_(std::move(layouts)), pool_(pool), changes_(changes), table_(table) {}
+      : list_(list), layouts_(std::move(layouts)), pool_(pool), changes_(changes), table_(table) {
+    for (const RowLayout<Quantizer>& rows : layouts_)
+      block_bytes_.push_back(
+          {rows.key_block_bytes(), Codec::block_bytes(rows.value, rows.rows_per_page)});
+  }
 
   const RowLayout<Quantizer>& layout(int head) const {
     return layouts_[static_cast<std::size_t>(head)];
@@ -173,29 +178,45 @@ class PagedRows {
         });
   }
 
+  /// @brief Bytes of a page's block of keys, or of values.
+  std::size_t block_bytes(Part part, int head) const {
+    return block_bytes_[static_cast<std::size_t>(head)][part == Part::key ? 0 : 1];
+  }
+  /// @brief The block of keys, or of values, that holds a row.
+  const std::byte* block_of(Part part, int slot, int head, std::int32_t row) const {
+    const std::int32_t page = row / layout(head).rows_per_page;
+    return pool_->page(table_->pages(list_, slot, head)[static_cast<std::size_t>(page)]) +
+           (part == Part::key ? 0 : block_bytes(Part::key, head));
+  }
+  /// @brief Calls function(block, row in the block, rows there, rows done before) for the blocks of
+  /// keys, or of values, of rows [first, first + count).
+  template <class Function>
+  void for_each_block(Part part, int slot, int head, std::int32_t first, std::int32_t count,
+                      Function&& function) const {
+    for_each_page(head, first, count, [&](std::int32_t, int row, int length, std::int32_t done) {
+      function(block_of(part, slot, head, first + done), row, length, done);
+    });
+  }
+
   /// @brief Keys of rows [first, first + count), channel-major: tile [key_rank, stride].
   void load_keys(int slot, int head, std::int32_t first, std::int32_t count, float* tile,
                  int stride) const {
-    auto pages = table_->pages(list_, slot, head);
-    for_each_page(head, first, count,
-                  [&](std::int32_t page, int row, int length, std::int32_t done) {
-                    const RowLayout<Quantizer>& rows = layout(head);
-                    Codec::decode(rows.key, Part::key, rows.rows_per_page,
-                                  pool_->page(pages[static_cast<std::size_t>(page)]), row, length,
-                                  tile + done, stride);
-                  });
+    const RowLayout<Quantizer>& rows = layout(head);
+    for_each_block(Part::key, slot, head, first, count,
+                   [&](const std::byte* block, int row, int length, std::int32_t done) {
+                     Codec::decode(rows.key, Part::key, rows.rows_per_page, block, row, length,
+                                   tile + done, stride);
+                   });
   }
   /// @brief Values of rows [first, first + count), row-major: tile [count, stride].
   void load_values(int slot, int head, std::int32_t first, std::int32_t count, float* tile,
                    int stride) const {
-    auto pages = table_->pages(list_, slot, head);
-    for_each_page(
-        head, first, count, [&](std::int32_t page, int row, int length, std::int32_t done) {
-          const RowLayout<Quantizer>& rows = layout(head);
-          Codec::decode(rows.value, Part::value, rows.rows_per_page,
-                        pool_->page(pages[static_cast<std::size_t>(page)]) + rows.key_block_bytes(),
-                        row, length, tile + static_cast<std::ptrdiff_t>(done) * stride, stride);
-        });
+    const RowLayout<Quantizer>& rows = layout(head);
+    for_each_block(Part::value, slot, head, first, count,
+                   [&](const std::byte* block, int row, int length, std::int32_t done) {
+                     Codec::decode(rows.value, Part::value, rows.rows_per_page, block, row, length,
+                                   tile + static_cast<std::ptrdiff_t>(done) * stride, stride);
+                   });
   }
 
   /// @brief Lists where the keys of rows [first, first + count) are, for kernels that read them in
@@ -389,6 +410,7 @@ class PagedRows {
 
   RowList list_ = RowList::full;
   std::vector<RowLayout<Quantizer>> layouts_;
+  std::vector<std::array<std::size_t, 2>> block_bytes_;  // of keys, of values
   PagePool* pool_ = nullptr;
   PageUndo* changes_ = nullptr;
   DescriptorTable* table_ = nullptr;

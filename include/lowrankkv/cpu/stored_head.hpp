@@ -19,6 +19,7 @@
 #include "lowrankkv/core/position_shifts.hpp"
 #include "lowrankkv/core/row_runs.hpp"
 #include "lowrankkv/cpu/attention_block.hpp"
+#include "lowrankkv/cpu/coded_rows.hpp"
 #include "lowrankkv/cpu/epoch_store.hpp"
 #include "lowrankkv/cpu/paged_rows.hpp"
 #include "lowrankkv/cpu/quantizer/full_rows.hpp"
@@ -156,12 +157,14 @@ class KeyReader {
   static void tiles(int count, Each&& each) {
     for (int done = 0; done < count; done += kTile) each(done, (std::min)(kTile, count - done));
   }
-  /// Computes the logits of rows of a list, if keys need no rotation and kernels can read them
-  /// where they are.
+  /// Computes the logits of rows of a list, if keys need no rotation and kernels can read them, or
+  /// their codes, where they are.
   template <class Rows>
   bool in_place(const Rows& list, const QueryRows& query, std::int32_t first, int count,
                 float* logits) {
     if (stored_.rotary != nullptr) return false;
+    if (coded_logits(list, stored_.slot, stored_.head, query, first, count, work_, logits))
+      return true;
     const simd::KeyBlock block =
         list.key_block(stored_.slot, stored_.head, first, count, work_.key_pieces.data());
     if (block.num_pieces == 0) return false;
@@ -288,12 +291,13 @@ class KeyReader {
 };
 
 /// @brief Adds weights [rows, kLogitStride] times the values of rows [first, first + count) of a
-/// list, count <= kBlockRows, to the accumulators of `state`: read in place where possible, or
-/// through tiles of f32.
+/// list, count <= kBlockRows, to the accumulators of `state`: read or unpacked in place where
+/// possible, or through tiles of f32.
 template <class Rows>
 void add_values(const Rows& list, int slot, int head, const QueryRows& query, std::int32_t first,
                 int count, const float* weights, AttentionWorkspace& work,
                 const PartialState& state) {
+  if (add_coded_values(list, slot, head, query, first, count, weights, work, state)) return;
   const int width = query.value_width;
   float* tile = work.values.data();
   for (int done = 0; done < count;) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The kernels of every instruction set that this machine has, against float64: conversions, logits
-// and weighted sums of rows in place, exponentials.
+// and weighted sums of rows in place and of packed codes, exponentials.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -15,6 +15,7 @@
 #include "lowrankkv/core/scalar.hpp"
 #include "lowrankkv/cpu/convert.hpp"
 #include "lowrankkv/cpu/simd/kernels.hpp"
+#include "lowrankkv/quantizer/bit_packing.hpp"
 
 namespace simd_kernel_tests {
 
@@ -54,6 +55,70 @@ struct Numbers {
 int drawn(std::mt19937_64& random, int from, int to) {
   return std::uniform_int_distribution<int>(from, to)(random);
 }
+
+/// Rows of packed codes of random widths in blocks of exactly their bytes, pieces of them from a
+/// random row on, random scales, and what they stand for.
+struct Coded {
+  int channels;
+  std::vector<cpu::simd::CodeRun> runs;
+  std::vector<std::unique_ptr<std::byte[]>> blocks;
+  std::vector<cpu::simd::CodePiece> pieces;
+  std::vector<float> scales, scratch;
+  std::vector<double> values;  // [rows, channels]
+  int rows = 0;
+
+  Coded(std::mt19937_64& random, bool keys) {
+    const int per_page = drawn(random, 1, 90);
+    std::ptrdiff_t bytes = drawn(random, 0, 5);  // scales, as far as the kernels know
+    channels = drawn(random, 0, 2);
+    for (int i = drawn(random, 1, 5); i > 0; --i) {
+      const int bits = drawn(random, 1, 8), count = drawn(random, 1, 40);
+      const auto line = static_cast<std::ptrdiff_t>(packed_bytes(per_page, bits));
+      runs.push_back({bits, channels, count, bytes, line});
+      bytes += count * line;
+      channels += count + drawn(random, 0, 1);
+    }
+    int row = drawn(random, 0, per_page - 1);
+    const int wanted = drawn(random, 1, 230);
+    while (rows < wanted) {
+      if (blocks.empty() || row == per_page) {
+        if (!blocks.empty()) row = 0;
+        blocks.push_back(exactly(static_cast<std::size_t>(bytes)));
+        for (std::ptrdiff_t i = 0; i < bytes; ++i)
+          blocks.back()[static_cast<std::size_t>(i)] = static_cast<std::byte>(random());
+      }
+      const std::byte* block = blocks.back().get();
+      const int begin = (keys ? row : rows) % 16;
+      const int count = (std::min)({16 - begin, per_page - row, wanted - rows});
+      pieces.push_back({block, block + bytes, block, row - begin, 0, begin, count, rows});
+      add(random, block, row, count);
+      rows += count;
+      row += count;
+    }
+    scratch.resize(pieces.size() * cpu::simd::kCodeScratch);
+  }
+  cpu::simd::CodeBlock block() {
+    return {pieces.data(), static_cast<int>(pieces.size()), scales.data(),
+            runs.data(),   static_cast<int>(runs.size()),   scratch.data()};
+  }
+
+ private:
+  void add(std::mt19937_64& random, const std::byte* block, int row, int count) {
+    std::normal_distribution<float> normal;
+    for (int i = 0; i < count; ++i) {
+      scales.push_back(normal(random));
+      std::vector<double> levels(static_cast<std::size_t>(channels));
+      for (const cpu::simd::CodeRun& run : runs) {
+        for (int c = 0; c < run.count; ++c) {
+          const unsigned code = get_code(block + run.first + c * run.line_bytes, row + i, run.bits);
+          levels[static_cast<std::size_t>(run.channel + c)] =
+              (code + 0.5 - std::ldexp(1.0, run.bits - 1)) * scales.back();
+        }
+      }
+      values.insert(values.end(), levels.begin(), levels.end());
+    }
+  }
+};
 
 }  // namespace
 
@@ -246,6 +311,79 @@ TEST_CASE(
           }
           const float sum = sums[static_cast<std::size_t>(i * width + c)];
           REQUIRE(std::abs(sum - expected) < 4e-7 * (10.0 + count));
+          REQUIRE(sum == alone[static_cast<std::size_t>(c)]);
+        }
+      }
+    }
+  });
+}
+
+TEST_CASE(
+    "logits of packed codes are the products in float64, and a row's bits do not depend on those "
+    "beside it") {
+  std::mt19937_64 random(7);
+  std::normal_distribution<float> normal;
+  on_every_level([&](const Kernels& kernels) {
+    if (kernels.code_logits == nullptr) return;
+    for (int round = 0; round < 400; ++round) {
+      Coded keys(random, true);
+      const int rows = drawn(random, 1, 9), channels = keys.channels, stride = keys.rows + 1;
+      std::vector<float> query(static_cast<std::size_t>(rows * channels));
+      for (float& x : query) x = normal(random);
+      std::vector<float> got(static_cast<std::size_t>(rows * stride), 1.0F);
+      kernels.code_logits(keys.block(), query.data(), channels, rows, got.data(), stride);
+      for (int i = 0; i < rows; ++i) {
+        std::vector<float> alone(static_cast<std::size_t>(keys.rows), 1.0F);
+        kernels.code_logits(keys.block(), query.data() + i * channels, channels, 1, alone.data(),
+                            stride);
+        for (int key = 0; key < keys.rows; ++key) {
+          double expected = 1.0, size = 1.0;
+          for (int c = 0; c < channels; ++c) {
+            const double product =
+                static_cast<double>(query[static_cast<std::size_t>(i * channels + c)]) *
+                keys.values[static_cast<std::size_t>(key * channels + c)];
+            expected += product;
+            size += std::abs(product);
+          }
+          const float logit = got[static_cast<std::size_t>(i * stride + key)];
+          REQUIRE(std::abs(logit - expected) < 1e-6 * size);
+          REQUIRE(logit == alone[static_cast<std::size_t>(key)]);
+        }
+        REQUIRE(got[static_cast<std::size_t>(i * stride + keys.rows)] == 1.0F);  // nothing behind
+      }
+    }
+  });
+}
+
+TEST_CASE(
+    "weighted sums of packed codes are the sums in float64, and a row's bits do not depend on "
+    "those beside it") {
+  std::mt19937_64 random(8);
+  std::uniform_real_distribution<float> uniform(0.0F, 1.0F);
+  on_every_level([&](const Kernels& kernels) {
+    if (kernels.code_sum == nullptr) return;
+    for (int round = 0; round < 400; ++round) {
+      Coded values(random, false);
+      const int rows = drawn(random, 1, 9), channels = values.channels, stride = values.rows;
+      std::vector<float> weights(static_cast<std::size_t>(rows * stride)),
+          sums(static_cast<std::size_t>(rows * channels), 1.0F);
+      for (float& x : weights) x = uniform(random);
+      kernels.code_sum(values.block(), weights.data(), stride, rows, sums.data(), channels);
+      for (int i = 0; i < rows; ++i) {
+        std::vector<float> alone(static_cast<std::size_t>(channels), 1.0F);
+        kernels.code_sum(values.block(), weights.data() + i * stride, stride, 1, alone.data(),
+                         channels);
+        for (int c = 0; c < channels; ++c) {
+          double expected = 1.0, size = 1.0;
+          for (int row = 0; row < values.rows; ++row) {
+            const double product =
+                static_cast<double>(weights[static_cast<std::size_t>(i * stride + row)]) *
+                values.values[static_cast<std::size_t>(row * channels + c)];
+            expected += product;
+            size += std::abs(product);
+          }
+          const float sum = sums[static_cast<std::size_t>(i * channels + c)];
+          REQUIRE(std::abs(sum - expected) < 1e-6 * size);
           REQUIRE(sum == alone[static_cast<std::size_t>(c)]);
         }
       }

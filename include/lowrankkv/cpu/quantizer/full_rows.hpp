@@ -32,6 +32,10 @@ struct Impl<FullRows, Cpu> {
   static std::optional<cpu::simd::Stored> in_place(const Layout& layout) {
     return layout.coded ? std::nullopt : Plain::in_place(layout.plain);
   }
+  /// The layout of codes that kernels unpack (cpu/coded_rows.hpp); null: rows are not coded.
+  static const CodeLayout* codes(const Layout& layout) {
+    return layout.coded ? &layout.codes : nullptr;
+  }
   static std::int64_t row_bits(const Layout& layout) {
     return layout.coded ? Coded::row_bits(layout.codes) : Plain::row_bits(layout.plain);
   }

@@ -230,6 +230,8 @@ inline void copy_codes(const CodeLayout& layout, const std::byte* from, int from
 /// @brief Members common to the quantizers with packed codes.
 struct PackedCodec {
   using Layout = CodeLayout;
+  /// The layout of codes that kernels unpack (cpu/coded_rows.hpp).
+  static const CodeLayout* codes(const Layout& layout) { return &layout; }
   static std::int64_t row_bits(const Layout& layout) { return layout.row_bits(); }
   static std::size_t block_bytes(const Layout& layout, int rows) {
     return layout.block_bytes(rows);

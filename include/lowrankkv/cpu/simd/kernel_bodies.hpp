@@ -339,6 +339,8 @@ LOWRANKKV_SIMD_COMPILED(Stored::f16)
 LOWRANKKV_SIMD_COMPILED(Stored::bf16)
 #undef LOWRANKKV_SIMD_COMPILED
 
+#include "lowrankkv/cpu/simd/code_kernel_bodies.hpp"
+
 /// The table of this instruction set.
 inline constexpr Kernels kKernels{
     LOWRANKKV_SIMD_NAME,
@@ -346,6 +348,8 @@ inline constexpr Kernels kKernels{
     {weighted_sum<Stored::f32>, weighted_sum<Stored::f16>, weighted_sum<Stored::bf16>},
     largest,
     exponentials,
-    {convert<Stored::f32>, convert<Stored::f16>, convert<Stored::bf16>}};
+    {convert<Stored::f32>, convert<Stored::f16>, convert<Stored::bf16>},
+    code_logits,
+    code_sum};
 
 #endif  // defined(LOWRANKKV_SIMD_LANES)

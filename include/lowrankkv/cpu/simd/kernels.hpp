@@ -16,6 +16,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "lowrankkv/cpu/simd/code_tiles.hpp"
 #include "lowrankkv/cpu/simd/stored_tiles.hpp"
 
 #if defined(__AVX512F__)
@@ -57,6 +58,16 @@ struct Kernels {
   float (*exponentials)(float* line, int count, int width, float top);
   /// By Stored: target[i] = numbers[i] for i < count, exact.
   void (*to_f32[kStoredTypes])(const std::byte* numbers, std::ptrdiff_t count, float* target);
+  /// Null: this set has no loops over packed codes. out [rows, stride] += query [rows,
+  /// query_stride] times the keys, in the columns of the pieces' rows, which are all that is
+  /// written. Query rows have all channels. Cost: rows x channels products a key.
+  void (*code_logits)(const CodeBlock& keys, const float* query, std::ptrdiff_t query_stride,
+                      int rows, float* out, std::ptrdiff_t stride);
+  /// Null with code_logits. sums [rows, sum_stride] += weights [rows, weight_stride], from the
+  /// columns of the pieces on, times the values, in the channels of the runs. Cost: rows x channels
+  /// products a value.
+  void (*code_sum)(const CodeBlock& values, const float* weights, std::ptrdiff_t weight_stride,
+                   int rows, float* sums, std::ptrdiff_t sum_stride);
 };
 
 /// What the flags of the including source change.
