@@ -161,6 +161,10 @@ TEST_CASE("streams of another device are refused before anything changes") {
   refused("append", [&] { cache.append(1, rows.keys(1), rows.values(1), there); });
   refused("attend", [&] { cache.attend(1, rows.queries(1), rows.outputs(1), LseView{}, there); });
   refused("maintain", [&] { cache.maintain(1, there); });
+  refused("append_maintained",
+          [&] { cache.append_maintained(1, rows.keys(1), rows.values(1), there); });
+  refused("ingest", [&] { cache.ingest(1, rows.keys(1), rows.values(1), {}, there); });
+  refused("finish_prompt", [&] { cache.finish_prompt(1, there); });
   refused("fork", [&] { cache.fork(1, 2, there); });
   refused("truncate", [&] { cache.truncate(1, 2, there); });
   refused("remove", [&] { cache.remove(1, 0, 1, there); });
@@ -204,7 +208,7 @@ TEST_CASE("a step is captured while another device is current") {
   CHECK(replayed == expected);
 }
 
-TEST_CASE("pages of another device are refused") {
+TEST_CASE("pages and a workspace of another device are refused") {
   if (devices() < 2) return;
   const CacheConfig config = small_config();
   const auto pool = [&] {
@@ -214,6 +218,14 @@ TEST_CASE("pages of another device are refused") {
   }();
   CHECK(message_of([&] { FullKV<Cuda>(config, {}, {}, pool); }) ==
         "page pool: memory of device 1, the cache is made on device 0");
+  const auto memory = [&] {
+    const Current other(1);
+    return std::make_unique<gpu::DeviceArray<std::uint8_t>>(
+        FullKV<Cuda>::workspace_bytes(config, {}, {}));
+  }();
+  CHECK(message_of([&] {
+          FullKV<Cuda>(config, {}, {}, nullptr, {memory->data(), memory->bytes()});
+        }) == "workspace: memory of device 1, the cache is made on device 0");
 }
 
 }  // namespace devices_tests

@@ -96,9 +96,11 @@ const PagePool& LayerCalls<Layer>::pool(const Layer& layer) {
 }
 template <class Layer>
 CacheStatistics LayerCalls<Layer>::statistics(const Layer& layer) {
-  const DeviceScope on(layer.state.device());
   CacheStatistics all = layer.statistics;
-  if constexpr (Layer::device_epochs) count_device_epochs(layer.state, all);
+  if constexpr (Layer::device_epochs) {
+    const DeviceScope on(layer.state.device());
+    count_device_epochs(layer.state, all);
+  }
   return all;
 }
 template <class Layer>
