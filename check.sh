@@ -29,7 +29,11 @@ cuda=(-DLOWRANKKV_CUDA=OFF)
 # The middle of nvcc does some, since the others have more to read otherwise.
 unused_gpu_code="-DCMAKE_CUDA_FLAGS_RELEASE=-O0 -DNDEBUG -Xcicc=-O1 -Xptxas=-O0"
 check_cuda=(-DLOWRANKKV_CUDA_PTX_ONLY=OFF)
-nvidia-smi -L > /dev/null 2>&1 || check_cuda=(-DLOWRANKKV_CUDA_PTX_ONLY=ON "$unused_gpu_code")
+# Flags with which nvcc reads device code, with all its templates, and compiles no code of it; empty for an nvcc without.
+syntax=""
+[[ -z $nvcc || $("$nvcc" --help) != *--fdevice-syntax-only* ]] || syntax=-fdevice-syntax-only
+# Where no GPU is, the tests' kernels are compiled to PTX. The example engine's are read alone: the part architectures assembles them.
+nvidia-smi -L > /dev/null 2>&1 || check_cuda=(-DLOWRANKKV_CUDA_PTX_ONLY=ON "$unused_gpu_code" "-DLOWRANKKV_CUDA_EXAMPLE_FLAGS=$syntax")
 # The check and the part architectures compile some host sources with the same flags: what one has compiled is kept for the
 # other, by what the compiler was given and read.
 export CCACHE_DIR=$PWD/build/ccache CCACHE_BASEDIR=$PWD CCACHE_NOHASHDIR=1 CCACHE_DEPEND=1 CCACHE_MAXSIZE=1G
@@ -116,10 +120,9 @@ part_architectures() {  # nothing of CUDA runs here but what is host code; with 
   fi
   # The benchmarks' kernels are those of presets and of the tests, and the tests' are compiled in the check: nvcc reads them
   # here for compute_80, and compiles no code of them. The examples' are presets' too: assembled for one architecture.
-  local syntax=()
-  [[ $("$nvcc" --help) != *--fdevice-syntax-only* ]] || syntax=(-DLOWRANKKV_CUDA_BENCHMARK_FLAGS=-fdevice-syntax-only -DLOWRANKKV_CUDA_TEST_FLAGS=-fdevice-syntax-only)
   build check-architectures -DLOWRANKKV_BUILD_BENCHMARKS=ON "-DLOWRANKKV_TESTS=gpu;kernels" "${host_flags[@]}" \
-    -DCMAKE_CUDA_ARCHITECTURES=80-virtual "-DLOWRANKKV_PROGRAM_ARCHITECTURES=80-real;90-real" -DLOWRANKKV_EXAMPLE_ARCHITECTURES=90-real "${cuda[@]}" "$unused_gpu_code" "${syntax[@]}"
+    -DCMAKE_CUDA_ARCHITECTURES=80-virtual "-DLOWRANKKV_PROGRAM_ARCHITECTURES=80-real;90-real" -DLOWRANKKV_EXAMPLE_ARCHITECTURES=90-real "${cuda[@]}" "$unused_gpu_code" \
+    "-DLOWRANKKV_CUDA_BENCHMARK_FLAGS=$syntax" "-DLOWRANKKV_CUDA_TEST_FLAGS=$syntax"
   run_tests check-architectures -R '^cuda_host_code$'
 }
 
