@@ -66,8 +66,11 @@ TEST_CASE(
   std::uint64_t seed = 700;
   for (const Method method : {Method::full, Method::budgeted, Method::full, Method::budgeted}) {
     for (const DType type : {DType::f16, DType::bf16}) {
+      ++seed;
+      if (effort() == 0 && seed % 2 == (seed > 704 ? 1 : 0))
+        continue;  // a type for each form of keys
       Settings settings;
-      settings.pre_rope = seed >= 704;
+      settings.pre_rope = seed > 704;
       settings.method = method;
       settings.coefficients = type;
       settings.full_row_bits = 8;
@@ -75,7 +78,7 @@ TEST_CASE(
       CAPTURE(name);
       CAPTURE(std::string(name_of(type)));
       const support::Worst worst =
-          support::random_sequences(make_device, settings, type, ++seed, std::max(1, 3 * effort()));
+          support::random_sequences(make_device, settings, type, seed, std::max(1, 3 * effort()));
       MESSAGE(name << " " << std::string(name_of(type))
                    << std::string(settings.pre_rope ? ", unrotated" : "")
                    << ", full rows in 8 bits: outputs " << worst.out << ", lse " << worst.lse
