@@ -149,6 +149,27 @@ std::vector<std::int32_t> encode_documents(const Engine& engine, const std::stri
   return ids;
 }
 
+namespace {
+
+/// Throws unless a bundle's rotary frequencies are the model's, but for the rounding of tools that
+/// have them in f32.
+void check_frequencies(const Engine& engine, const std::string& path,
+                       const std::vector<double>& frequencies) {
+  const std::vector<double>& own = engine.model.config().rope_frequencies;
+  if (frequencies.size() != own.size())
+    throw std::runtime_error("--bases: " + path + " is of keys with " +
+                             std::to_string(frequencies.size()) +
+                             " rotary frequencies, the model has " + std::to_string(own.size()));
+  for (std::size_t i = 0; i < own.size(); ++i) {
+    if (std::abs(frequencies[i] - own[i]) > 1e-6 * own[i])
+      throw std::runtime_error("--bases: " + path + " is of keys with the rotary frequency " +
+                               std::to_string(frequencies[i]) + " in pair " + std::to_string(i) +
+                               ", the model's is " + std::to_string(own[i]));
+  }
+}
+
+}  // namespace
+
 Calibration load_bases(const Engine& engine, const std::vector<std::string>& paths) {
   Calibration calibration;
   for (const std::string& path : paths) {
@@ -156,11 +177,7 @@ Calibration load_bases(const Engine& engine, const std::vector<std::string>& pat
                                                       engine.model.config().num_layers);
     const bool pre_rope = moments.front().rope().keys == lowrankkv::Rope::pre;
     auto& target = calibration.of(moments.front().rope().keys);
-    if (pre_rope && moments.front().rope().frequencies != engine.model.config().rope_frequencies) {
-      throw std::runtime_error("--bases: " + path + " is of keys with rotary frequencies from " +
-                               std::to_string(moments.front().rope().frequencies.front()) +
-                               " on, the model's differ");
-    }
+    if (pre_rope) check_frequencies(engine, path, moments.front().rope().frequencies);
     if (!target.empty())
       throw std::runtime_error("--bases: " + path + " is a second bundle of " +
                                (pre_rope ? "unrotated" : "rotated") +

@@ -204,7 +204,7 @@ class Bundle:
         return self.tensors[prefix + part + ".metric"][head].astype(np.float64) / max(float(over), 1.0)
 
 
-def _blank(num_layers: int, num_qo_heads: int, num_kv_heads: int, head_dim: int, coded_metric: str,
+def blank(num_layers: int, num_qo_heads: int, num_kv_heads: int, head_dim: int, coded_metric: str,
            rope: dict = None, source: str = None) -> Bundle:
     """Metadata, and the frequencies of pre-RoPE keys: rope = {"frequencies": [P], "pairing": ...}."""
     metadata = {"format": FORMAT, "version": "5", "num_layers": str(num_layers),
@@ -237,7 +237,7 @@ def of_axes(key_axes, value_axes, num_qo_heads: int, key_energies=None, value_en
         raise BundleError(f"axes: keys {list(key_axes.shape)}, values {list(value_axes.shape)}, expected [L, H, D, r] "
                           "with the same L, H and D")
     layers, heads, dim, _ = key_axes.shape
-    bundle = _blank(layers, num_qo_heads, heads, dim, "output", rope, source)
+    bundle = blank(layers, num_qo_heads, heads, dim, "output", rope, source)
     for part, axes, energies, means in (("key", key_axes, key_energies, key_means),
                                         ("value", value_axes, value_energies, value_means)):
         second, mean = _moments_of_axes(part, axes, energies, means)
@@ -303,7 +303,7 @@ def of_rows(layers: list, num_qo_heads: int, rope: dict = None, sinks: int = SIN
     if keep_sinks and not with_gradients:
         raise BundleError("keep_sinks: True, with 0 gradients, expected those of keys and values")
     count, heads, dim = np.shape(layers[0]["key"])
-    bundle = _blank(len(layers), num_qo_heads, heads, dim, "loss" if with_gradients else "output", rope, source)
+    bundle = blank(len(layers), num_qo_heads, heads, dim, "loss" if with_gradients else "output", rope, source)
     gradients = ("key_gradient", "value_gradient")
     for i, layer in enumerate(layers):
         for name in ("key", "value", *(gradients if with_gradients else ())):
