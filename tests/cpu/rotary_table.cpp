@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <random>
 #include <vector>
 
 #include "lowrankkv/cpu/rotary_table.hpp"
@@ -34,6 +35,39 @@ TEST_CASE("angles of any position to f32 rounding") {
           REQUIRE(
               std::abs(static_cast<double>(sines[pair * stride + static_cast<std::size_t>(token)]) -
                        std::sin(angle)) < 2e-6);
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("tiles of keys are rotated as rows are, and no other number is touched") {
+  std::mt19937_64 random(3);
+  for (const RopeConfig& rope : support::rope_variants()) {
+    for (const int dim : {32, 256}) {
+      if (!rope.frequencies.empty() && dim != 32) continue;  // given for 32 channels
+      const std::vector<double> frequencies = rope_frequencies(rope, dim);
+      const cpu::RotaryTable table(rope, dim);
+      for (const int count : {1, 5, 16, 31, 64, 150}) {
+        const int stride = count + 3;
+        const std::vector<float> before = support::gaussian_rows(random, dim * stride);
+        const std::int64_t position = std::int64_t{count} * 997 - 31000;
+        std::vector<float> tile = before;
+        table.rotate(position, count, tile.data(), stride);
+        const auto at = [&](const std::vector<float>& rows, int channel, int token) {
+          return rows[static_cast<std::size_t>(channel * stride + token)];
+        };
+        for (int token = 0; token < stride; ++token) {
+          std::vector<float> row;
+          for (int channel = 0; channel < dim; ++channel) row.push_back(at(before, channel, token));
+          if (token < count) apply_rope(row.data(), frequencies, position + token, rope.pairing);
+          for (int channel = 0; channel < dim; ++channel) {
+            const float expected = row[static_cast<std::size_t>(channel)];
+            if (token < count)
+              REQUIRE(std::abs(at(tile, channel, token) - expected) < 2e-5);
+            else
+              REQUIRE(at(tile, channel, token) == expected);
+          }
         }
       }
     }

@@ -73,8 +73,8 @@ void attend_segment(const StoredHead<Quantizer>& stored, const Segment& segment,
 
   const int width = padded(stored.head_dim);
   maps.load_decoder(Part::value, work.map.data(), width, work.row.data());
-  small_product(full_query.rows, width, value_rank, part.accumulator, part.stride, work.map.data(),
-                width, work.expanded.data(), width);
+  product(full_query.rows, width, value_rank, part.accumulator, part.stride, work.map.data(), width,
+          work.expanded.data(), width);
   if (!maps.value_mean.empty()) {
     maps.value_mean.load(work.row.data(), width);
     for (int row = 0; row < full_query.rows; ++row) {

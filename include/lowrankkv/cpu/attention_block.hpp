@@ -8,7 +8,7 @@
 #include <limits>
 #include <vector>
 
-#include "lowrankkv/cpu/matmul.hpp"
+#include "lowrankkv/cpu/product.hpp"
 #include "lowrankkv/cpu/prompt_chunk.hpp"
 #include "lowrankkv/cpu/simd/kernels.hpp"
 
@@ -49,7 +49,7 @@ struct QueryRows {
 /// Logits of a row of queries lie so far from those of the next. Behind a block's own there is room
 /// for what kernels write without a meaning.
 inline constexpr int kLogitStride = simd::kBlockRows + simd::kPieceRows;
-static_assert(simd::kPieceRows == kPadding && simd::kBlockRows % kTile == 0);
+static_assert(simd::kBlockRows % kTile == 0);
 
 /// @brief logits [rows, stride] = queries times the keys of a tile, f32, channel-major [key_width,
 /// kTile]. Does not add the queries' bias. Writes padded(count) columns.
@@ -98,17 +98,6 @@ void absorb_logits(const QueryRows& query, int count, Visible&& visible, float* 
     for (int channel = 0; channel < query.value_width; ++channel)
       accumulator[channel] *= correction;
   }
-}
-
-/// @brief C [m, n] = A [m, k] B [k, n], f32, row-major with strides lda, ldb, ldc: matmul<false>()
-/// by the kernels of the processor. n is a multiple of kPadding. Allocates nothing.
-inline void small_product(int m, int n, int k, const float* a, int lda, const float* b, int ldb,
-                          float* c, int ldc) {
-  for (int row = 0; row < m; ++row) std::fill_n(c + row * ldc, n, 0.0F);
-  const auto* first = reinterpret_cast<const std::byte*>(b);
-  const simd::ValueRun run{first, first, k};
-  simd::kernels().weighted_sum[0]({simd::Stored::f32, n, 4 * std::ptrdiff_t{ldb}, &run, 1, k}, a,
-                                  lda, m, c, ldc);
 }
 
 /// @brief Adds weights [rows, kLogitStride] times values, f32 [count, stride], to the accumulators

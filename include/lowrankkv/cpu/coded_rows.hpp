@@ -128,6 +128,24 @@ bool coded_logits(const PagedRows<Quantizer>& list, int slot, int head, const Qu
   return true;
 }
 
+/// @brief Unpacks the keys of rows [first, first + count) of a list, count <= kBlockRows, to a tile
+/// [key_rank, stride], channel-major: PagedRows::load_keys() by the processor's kernels, with the
+/// same bits. @return false, and nothing is done, if the kernels cannot unpack them
+template <class Quantizer>
+bool load_coded_keys(const PagedRows<Quantizer>& list, int slot, int head, std::int32_t first,
+                     int count, AttentionWorkspace& work, float* tile, int stride) {
+  const CodeLayout* layout = detail::codes_of(list, head, Part::key);
+  if (layout == nullptr) return false;
+  for (std::size_t channel = 0; channel < layout->bits.size(); ++channel) {
+    if (layout->bits[channel] == 0)
+      std::fill_n(tile + static_cast<std::ptrdiff_t>(channel) * stride, count, 0.0F);
+  }
+  CodedRows codes(*layout, Part::key, list, slot, head, first, count, work);
+  codes.for_each_group(
+      [&](const simd::CodeBlock& block) { simd::kernels().code_tile(block, tile, stride); });
+  return true;
+}
+
 /// @brief Adds weights [rows, kLogitStride] times the packed values of rows [first, first + count)
 /// of a list, count <= kBlockRows, to the accumulators of `state`. @return false, and nothing is
 /// done, if the kernels cannot unpack them

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "lowrankkv/cpu/epoch_store.hpp"
-#include "lowrankkv/cpu/matmul.hpp"
+#include "lowrankkv/cpu/product.hpp"
 #include "lowrankkv/cpu/prompt_chunk.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -45,8 +45,8 @@ class Projection {
       }
       source = rows_.data();
     }
-    matmul<false>(count, half.stride, dim_, source, dim_, half.map.data(), half.stride,
-                  half.coefficients.data(), half.stride);
+    product(count, half.stride, dim_, source, dim_, half.map.data(), half.stride,
+            half.coefficients.data(), half.stride);
     return half.coefficients.data();
   }
 
@@ -77,8 +77,8 @@ class Reconstruction {
              float* out) const {
     for (std::int32_t row = 0; row < count; ++row)
       std::copy(mean_.begin(), mean_.end(), out + row * width_);
-    matmul<true>(count, width_, rank_, coefficients, coefficient_stride, map_.data(), width_, out,
-                 width_);
+    add_product(count, width_, rank_, coefficients, coefficient_stride, map_.data(), width_, out,
+                width_);
   }
 
  private:

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "lowrankkv/cpu/convert.hpp"
-#include "lowrankkv/cpu/matmul.hpp"
+#include "lowrankkv/cpu/product.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {

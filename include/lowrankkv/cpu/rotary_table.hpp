@@ -16,6 +16,7 @@
 
 #include "lowrankkv/core/position_shifts.hpp"
 #include "lowrankkv/core/rope.hpp"
+#include "lowrankkv/cpu/simd/kernels.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
@@ -69,20 +70,11 @@ class RotaryTable {
                      stride);
   }
 
-  /// @brief Rotates keys [head_dim, tile_stride], channel-major, by angles [num_pairs, stride].
-  void rotate(float* tile, int tile_stride, int count, const float* cosines, const float* sines,
-              int stride) const {
-    for (int pair = 0; pair < pairs_; ++pair) {
-      float* x = tile + first(pair) * tile_stride;
-      float* y = tile + second(pair) * tile_stride;
-      const float* cosine = cosines + pair * stride;
-      const float* sine = sines + pair * stride;
-      for (int token = 0; token < count; ++token) {
-        const float rotated = x[token] * cosine[token] - y[token] * sine[token];
-        y[token] = y[token] * cosine[token] + x[token] * sine[token];
-        x[token] = rotated;
-      }
-    }
+  /// @brief Rotates keys [head_dim, stride], channel-major, columns [0, count), to positions
+  /// [position, position + count). No column from `count` on is touched.
+  void rotate(std::int64_t position, int count, float* tile, int stride) const {
+    for (int done = 0; done < count; done += kBase)
+      rotate_line(position + done, (std::min)(kBase, count - done), tile + done, stride);
   }
 
   /// @brief Rotates one row [head_dim] to a position.
@@ -154,6 +146,26 @@ class RotaryTable {
         to_cosine[token] = start.cosine * line_cosine[token] - start.sine * line_sine[token];
         to_sine[token] = start.sine * line_cosine[token] + start.cosine * line_sine[token];
       }
+    }
+  }
+
+  void rotate_line(std::int64_t position, int count, float* tile, int stride) const {
+    constexpr int most = 64;  // pairs at a time
+    float cosines[most], sines[most];
+    const Digits digits = digits_of(position);
+    for (int begin = 0; begin < pairs_; begin += most) {
+      const int pairs = (std::min)(most, pairs_ - begin);
+      for (int pair = 0; pair < pairs; ++pair) {
+        const Phasor start = phasor_of(digits, begin + pair);
+        cosines[pair] = start.cosine;
+        sines[pair] = start.sine;
+      }
+      const std::ptrdiff_t line = std::ptrdiff_t{begin} * kBase;
+      simd::kernels().rotate({tile + std::ptrdiff_t{first(begin)} * stride,
+                              std::ptrdiff_t{second(begin) - first(begin)} * stride,
+                              std::ptrdiff_t{interleaved_ ? 2 : 1} * stride, pairs, count, cosines,
+                              sines, line_cosines_.data() + line, line_sines_.data() + line,
+                              kBase});
     }
   }
 

@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "lowrankkv/cpu/layer_state.hpp"
-#include "lowrankkv/cpu/matmul.hpp"
+#include "lowrankkv/cpu/product.hpp"
 #include "lowrankkv/cpu/project.hpp"
 #include "lowrankkv/cpu/residual_norms.hpp"
 
@@ -98,8 +98,8 @@ inline Transition make_transition(const EpochHead& from, const EpochHead& to, Pa
   to.load_encoder(part, encoder.data(), result.stride);
   result.matrix.resize(static_cast<std::size_t>(old_rank) *
                        static_cast<std::size_t>(result.stride));
-  matmul<false>(old_rank, result.stride, head_dim, decode.data(), width, encoder.data(),
-                result.stride, result.matrix.data(), result.stride);
+  product(old_rank, result.stride, head_dim, decode.data(), width, encoder.data(), result.stride,
+          result.matrix.data(), result.stride);
   result.shift.resize(static_cast<std::size_t>(result.stride));
   const StoredMatrix& old_mean = from.mean(part);
   const StoredMatrix& new_mean = to.mean(part);
@@ -109,8 +109,8 @@ inline Transition make_transition(const EpochHead& from, const EpochHead& to, Pa
     const std::vector<float> mean = new_mean.values();
     for (std::size_t i = 0; i < mean.size(); ++i) difference[i] -= mean[i];
   }
-  matmul<false>(1, result.stride, head_dim, difference.data(), head_dim, encoder.data(),
-                result.stride, result.shift.data(), result.stride);
+  product(1, result.stride, head_dim, difference.data(), head_dim, encoder.data(), result.stride,
+          result.shift.data(), result.stride);
   return result;
 }
 
@@ -176,8 +176,8 @@ void reproject_rows(State& state, int slot, int head, const EpochHead& old_maps,
                       map.stride);
     for (std::int32_t i = 0; i < rows; ++i)
       std::copy(map.shift.begin(), map.shift.end(), out.begin() + i * map.stride);
-    matmul<true>(rows, map.stride, map.rank, coefficients.data(), map.stride, map.matrix.data(),
-                 map.stride, out.data(), map.stride);
+    add_product(rows, map.stride, map.rank, coefficients.data(), map.stride, map.matrix.data(),
+                map.stride, out.data(), map.stride);
   };
   MoveLosses<State> losses(state, slot, head);
   for (std::int32_t done = 0; done < count; done += kTile) {

@@ -60,7 +60,7 @@ class KeyReader {
 
   /// @brief Keys of full rows [first, first + count), channel-major [head_dim, kTile], post-RoPE.
   const float* full(std::int32_t first, int count) {
-    stored_.full->load_keys(stored_.slot, stored_.head, first, count, work_.keys.data(), kTile);
+    load_keys(*stored_.full, first, count, work_.keys.data());
     if (stored_.rotary != nullptr) rotate_listed(RowState::full, full_run_, first, count);
     return work_.keys.data();
   }
@@ -130,13 +130,12 @@ class KeyReader {
   void logits(const QueryRows& query, std::int32_t first, int count, float* logits,
               int stride = kTile) {
     if (stored_.rotary == nullptr) {
-      stored_.compressed->load_keys(stored_.slot, stored_.head, first, count, work_.keys.data(),
-                                    kTile);
+      load_keys(*stored_.compressed, first, count, work_.keys.data());
       tile_logits(query, work_.keys.data(), count, logits, stride);
       return;
     }
     float* coefficients = work_.coefficients.data();
-    stored_.compressed->load_keys(stored_.slot, stored_.head, first, count, coefficients, kTile);
+    load_keys(*stored_.compressed, first, count, coefficients);
     if (stored_.folds) {
       folded_logits(coefficients, first, count, logits);
       return;
@@ -146,8 +145,8 @@ class KeyReader {
       std::fill_n(keys + channel * kTile, padded(count),
                   maps_->key_mean.empty() ? 0.0F : work_.row[static_cast<std::size_t>(channel)]);
     }
-    matmul<true>(stored_.head_dim, padded(count), rank_, work_.map.data(), stride_, coefficients,
-                 kTile, keys, kTile);
+    add_product(stored_.head_dim, padded(count), rank_, work_.map.data(), stride_, coefficients,
+                kTile, keys, kTile);
     rotate_listed(RowState::compressed, compressed_run_, first, count);
     tile_logits(query, keys, count, logits, stride);
   }
@@ -156,6 +155,12 @@ class KeyReader {
   template <class Each>
   static void tiles(int count, Each&& each) {
     for (int done = 0; done < count; done += kTile) each(done, (std::min)(kTile, count - done));
+  }
+  /// Keys of rows [first, first + count) of a list: tile [key_rank, kTile].
+  template <class Rows>
+  void load_keys(const Rows& list, std::int32_t first, int count, float* tile) {
+    if (!load_coded_keys(list, stored_.slot, stored_.head, first, count, work_, tile, kTile))
+      list.load_keys(stored_.slot, stored_.head, first, count, tile, kTile);
   }
   /// Computes the logits of rows of a list, if keys need no rotation and kernels can read them, or
   /// their codes, where they are.
@@ -174,8 +179,8 @@ class KeyReader {
   }
   /// Rope::post: q~ = q query_down. The term of centred keys becomes a bias.
   QueryRows project(const QueryRows& query, int value_width) {
-    small_product(query.rows, stride_, stored_.head_dim, query.data, query.stride, work_.map.data(),
-                  stride_, work_.projected.data(), stride_);
+    product(query.rows, stride_, stored_.head_dim, query.data, query.stride, work_.map.data(),
+            stride_, work_.projected.data(), stride_);
     QueryRows projected{work_.projected.data(), stride_, query.rows, rank_, value_width, nullptr};
     if (maps_->key_mean.empty()) return projected;
     for (int row = 0; row < query.rows; ++row) {
@@ -231,9 +236,14 @@ class KeyReader {
     for (int row = 0; row < rows; ++row)
       std::fill_n(products + row * kTile, padded(count),
                   work_.folded_mean[static_cast<std::size_t>(row)]);
-    matmul<true>(rows, padded(count), rank_, work_.folded.data(), stride_, coefficients, kTile,
-                 products, kTile);
-    listed_angles(RowState::compressed, compressed_run_, first, count);
+    add_product(rows, padded(count), rank_, work_.folded.data(), stride_, coefficients, kTile,
+                products, kTile);
+    for_each_listed_position(RowState::compressed, compressed_run_, first, count,
+                             [&](std::int64_t position, int length, int column) {
+                               stored_.rotary->angles(position, length,
+                                                      work_.cosines.data() + column,
+                                                      work_.sines.data() + column, kTile);
+                             });
     std::copy_n(products + 2 * pairs * kTile, padded(count), logits);
     for (int pair = 0; pair < pairs; ++pair) {
       const float* cosine = work_.cosines.data() + pair * kTile;
@@ -245,19 +255,20 @@ class KeyReader {
     }
   }
 
-  /// Computes the angles of tokens [token, token + count), from column `column` of the workspace's
-  /// tables.
-  void token_angles(std::int64_t token, int count, int column) {
+  /// Calls function(position, length, column) for runs of consecutive positions of tokens [token,
+  /// token + count), which stand from column `column` of a tile on.
+  template <class Function>
+  void for_each_position(std::int64_t token, int count, int column, Function&& function) {
     stored_.shifts->for_each(
         token, count, [&](std::int64_t begin, std::int64_t length, std::int64_t position) {
-          const std::ptrdiff_t at = column + (begin - token);
-          stored_.rotary->angles(position, static_cast<int>(length), work_.cosines.data() + at,
-                                 work_.sines.data() + at, kTile);
+          function(position, static_cast<int>(length), column + static_cast<int>(begin - token));
         });
   }
-  /// Computes the angles of rows [first, first + count) of a list. `run` remembers the run of the
-  /// last rows, because lists are read in order.
-  void listed_angles(RowState list, std::size_t& run, std::int32_t first, int count) {
+  /// The same for rows [first, first + count) of a list. `run` remembers the run of the last rows,
+  /// because lists are read in order.
+  template <class Function>
+  void for_each_listed_position(RowState list, std::size_t& run, std::int32_t first, int count,
+                                Function&& function) {
     const std::span<const RowRun> runs = stored_.runs->runs();
     for (int done = 0; done < count;) {
       const auto holds = [&](std::size_t index) {
@@ -268,19 +279,20 @@ class KeyReader {
       while (!holds(run)) ++run;
       const std::int32_t token = runs[run].first_position + first + done - runs[run].first_row;
       const int length = (std::min)(count - done, stored_.runs->end_of(run) - token);
-      token_angles(token, length, done);
+      for_each_position(token, length, done, function);
       done += length;
     }
   }
+  auto rotate_columns() {
+    return [&](std::int64_t position, int length, int column) {
+      stored_.rotary->rotate(position, length, work_.keys.data() + column, kTile);
+    };
+  }
   void rotate_tokens(std::int64_t token, int count) {
-    token_angles(token, count, 0);
-    stored_.rotary->rotate(work_.keys.data(), kTile, count, work_.cosines.data(),
-                           work_.sines.data(), kTile);
+    for_each_position(token, count, 0, rotate_columns());
   }
   void rotate_listed(RowState list, std::size_t& run, std::int32_t first, int count) {
-    listed_angles(list, run, first, count);
-    stored_.rotary->rotate(work_.keys.data(), kTile, count, work_.cosines.data(),
-                           work_.sines.data(), kTile);
+    for_each_listed_position(list, run, first, count, rotate_columns());
   }
 
   const StoredHead<Quantizer>& stored_;

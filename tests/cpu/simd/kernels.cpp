@@ -355,6 +355,31 @@ TEST_CASE(
   });
 }
 
+TEST_CASE("tiles of packed codes are levels times scales, rounded once, and nothing else") {
+  std::mt19937_64 random(9);
+  on_every_level([&](const Kernels& kernels) {
+    if (kernels.code_tile == nullptr) return;
+    for (int round = 0; round < 400; ++round) {
+      Coded keys(random, true);
+      const int stride = keys.rows + drawn(random, 0, 2);
+      std::vector<float> tile(static_cast<std::size_t>(keys.channels * stride), 7.0F);
+      std::vector<bool> coded(static_cast<std::size_t>(keys.channels));
+      for (const cpu::simd::CodeRun& run : keys.runs) {
+        for (int c = 0; c < run.count; ++c) coded[static_cast<std::size_t>(run.channel + c)] = true;
+      }
+      kernels.code_tile(keys.block(), tile.data(), stride);
+      for (int c = 0; c < keys.channels; ++c) {
+        for (int row = 0; row < stride; ++row) {
+          const bool own = row < keys.rows && coded[static_cast<std::size_t>(c)];
+          const double value =
+              own ? keys.values[static_cast<std::size_t>(row * keys.channels + c)] : 7.0;
+          REQUIRE(tile[static_cast<std::size_t>(c * stride + row)] == static_cast<float>(value));
+        }
+      }
+    }
+  });
+}
+
 TEST_CASE(
     "weighted sums of packed codes are the sums in float64, and a row's bits do not depend on "
     "those beside it") {
@@ -385,6 +410,56 @@ TEST_CASE(
           const float sum = sums[static_cast<std::size_t>(i * channels + c)];
           REQUIRE(std::abs(sum - expected) < 1e-6 * size);
           REQUIRE(sum == alone[static_cast<std::size_t>(c)]);
+        }
+      }
+    }
+  });
+}
+
+TEST_CASE("pairs are rotated by the sum of two angles, up to their last column and not beyond") {
+  std::mt19937_64 random(29);
+  std::uniform_real_distribution<double> any(-3.0, 3.0);
+  on_every_level([&](const Kernels& kernels) {
+    for (int trial = 0; trial < 200; ++trial) {
+      const int pairs = drawn(random, 0, 9), count = drawn(random, 0, 64);
+      const bool apart = trial % 2 == 0;  // first and second numbers in halves, or in turn
+      const int stride = count + drawn(random, 0, 2);
+      constexpr int line = 64;
+      std::vector<double> own, of_line;
+      std::vector<float> cosines, sines, line_cosines, line_sines;
+      for (int pair = 0; pair < pairs; ++pair) {
+        own.push_back(any(random));
+        cosines.push_back(static_cast<float>(std::cos(own.back())));
+        sines.push_back(static_cast<float>(std::sin(own.back())));
+        for (int i = 0; i < line; ++i) {
+          of_line.push_back(any(random));
+          line_cosines.push_back(static_cast<float>(std::cos(of_line.back())));
+          line_sines.push_back(static_cast<float>(std::sin(of_line.back())));
+        }
+      }
+      std::vector<float> numbers(static_cast<std::size_t>(2 * pairs * stride));
+      for (float& x : numbers) x = static_cast<float>(any(random));
+      const std::vector<float> before = numbers;
+      kernels.rotate({numbers.data(), std::ptrdiff_t{apart ? pairs : 1} * stride,
+                      std::ptrdiff_t{apart ? 1 : 2} * stride, pairs, count, cosines.data(),
+                      sines.data(), line_cosines.data(), line_sines.data(), line});
+      for (int pair = 0; pair < pairs; ++pair) {
+        const int first = (apart ? pair : 2 * pair) * stride;
+        const int second = first + (apart ? pairs : 1) * stride;
+        for (int i = 0; i < stride; ++i) {
+          const auto x = static_cast<std::size_t>(first + i),
+                     y = static_cast<std::size_t>(second + i);
+          if (i >= count) {
+            REQUIRE(numbers[x] == before[x]);
+            REQUIRE(numbers[y] == before[y]);
+            continue;
+          }
+          const double angle = own[static_cast<std::size_t>(pair)] +
+                               of_line[static_cast<std::size_t>(pair * line + i)];
+          REQUIRE(std::abs(numbers[x] -
+                           (before[x] * std::cos(angle) - before[y] * std::sin(angle))) < 2e-6);
+          REQUIRE(std::abs(numbers[y] -
+                           (before[y] * std::cos(angle) + before[x] * std::sin(angle))) < 2e-6);
         }
       }
     }

@@ -17,7 +17,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "lowrankkv/cpu/matmul.hpp"
+#include "lowrankkv/cpu/product.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cpu {
@@ -28,6 +28,11 @@ static_assert(std::endian::native == std::endian::little,
 /// Rows that are unpacked together. Their scales are loaded, and their codes in a line fit 64
 /// bytes.
 inline constexpr int kUnpackRows = 64;
+/// @brief Eigen's widest f32 register for the target of the including program.
+using Packet = Eigen::internal::packet_traits<float>::type;
+/// @brief f32 values in a Packet.
+inline constexpr int kLanes = Eigen::internal::packet_traits<float>::size;
+static_assert(kPadding % kLanes == 0);
 
 namespace detail {
 

@@ -111,6 +111,21 @@ struct Unpack {
   }
 };
 
+/// Calls call(kind, run) with how the codes of a run are unpacked, a constant, for each run.
+/// @tparam narrow_bits  the most bits of codes that are looked up
+template <int narrow_bits, class Call>
+LOWRANKKV_SIMD_INLINE void for_each_run(const CodeBlock& block, const Call& call) {
+  for (int i = 0; i < block.num_runs; ++i) {
+    const CodeRun& run = block.runs[i];
+    if (run.bits == 8)
+      call(std::integral_constant<Codes, Codes::bytes>{}, run);
+    else if (run.bits <= narrow_bits)
+      call(std::integral_constant<Codes, Codes::narrow>{}, run);
+    else
+      call(std::integral_constant<Codes, Codes::wide>{}, run);
+  }
+}
+
 /// Whether the kCodeBytes bytes at `at` lie in the block of a piece.
 LOWRANKKV_SIMD_INLINE bool lie_in(const CodePiece& piece, const std::byte* at) {
   return at >= piece.block && piece.end - at >= kCodeBytes;
@@ -222,15 +237,47 @@ void code_logits_of_run(const CodeBlock& keys, const CodeRun& run, const float* 
 /// See Kernels::code_logits.
 inline void code_logits(const CodeBlock& keys, const float* query, std::ptrdiff_t query_stride,
                         int rows, float* out, std::ptrdiff_t stride) {
-  for (int i = 0; i < keys.num_runs; ++i) {
-    const CodeRun& run = keys.runs[i];
-    if (run.bits == 8)
-      code_logits_of_run<Codes::bytes>(keys, run, query, query_stride, rows, out, stride);
-    else if (run.bits <= kNarrowBits)
-      code_logits_of_run<Codes::narrow>(keys, run, query, query_stride, rows, out, stride);
-    else
-      code_logits_of_run<Codes::wide>(keys, run, query, query_stride, rows, out, stride);
+  for_each_run<kNarrowBits>(keys, [&](auto kind, const CodeRun& run) {
+    code_logits_of_run<decltype(kind)::value>(keys, run, query, query_stride, rows, out, stride);
+  });
+}
+
+/// Unpacks the channels of a run to a tile.
+template <Codes kind>
+void code_tile_of_run(const CodeBlock& keys, const CodeRun& run, float* tile,
+                      std::ptrdiff_t stride) {
+  const Unpack<kind> unpack(run.bits);
+  const CodeLanes& lanes = kCodeTable.lanes[run.bits][0];
+  Bits bytes, shift;
+  __builtin_memcpy(&bytes, lanes.bytes, sizeof bytes);
+  __builtin_memcpy(&shift, lanes.shift, sizeof shift);
+  for (int p = 0; p < keys.num_pieces; ++p) {
+    const CodePiece& piece = keys.pieces[p];
+    const std::size_t size = static_cast<std::size_t>(piece.count) * sizeof(float);
+    float scales[kPieceRows] = {}, line[kPieceRows];
+    __builtin_memcpy(scales + piece.begin, keys.scales + piece.column, size);
+    Floats scale[kParts];
+    for (int n = 0; n < kParts; ++n) scale[n] = load(scales + n * kLanes);
+    const std::byte* at = piece.block + run.first + byte_of(piece.row, run.bits);
+    float* target = tile + run.channel * stride + piece.column;
+    for (int channel = 0; channel < run.count; ++channel) {
+      std::byte copy[kCodeBytes];
+      const std::byte* from = lie_in(piece, at) ? at : copy_codes(piece, at, copy);
+      float* to = piece.count == kPieceRows ? target : line;
+      for (int n = 0; n < kParts; ++n)
+        store(to + n * kLanes, unpack(from, n, bytes, shift) * scale[n]);
+      if (piece.count < kPieceRows) __builtin_memcpy(target, line + piece.begin, size);
+      at += run.line_bytes;
+      target += stride;
+    }
   }
+}
+
+/// See Kernels::code_tile.
+inline void code_tile(const CodeBlock& keys, float* tile, std::ptrdiff_t stride) {
+  for_each_run<kNarrowBits>(keys, [&](auto kind, const CodeRun& run) {
+    code_tile_of_run<decltype(kind)::value>(keys, run, tile, stride);
+  });
 }
 
 /// The sum of a register's numbers, which were stored, by halves.
@@ -333,15 +380,9 @@ inline void code_sum_of_rows(const CodeBlock& values, const float* weights,
         target[piece.begin + i] = own[i] * scales[i];
     }
   }
-  for (int i = 0; i < values.num_runs; ++i) {
-    const CodeRun& run = values.runs[i];
-    if (run.bits == 8)
-      code_sum_of_run<Codes::bytes>(values, run, scaled, rows, sums, sum_stride);
-    else if (run.bits <= kNarrowAnywhere)
-      code_sum_of_run<Codes::narrow>(values, run, scaled, rows, sums, sum_stride);
-    else
-      code_sum_of_run<Codes::wide>(values, run, scaled, rows, sums, sum_stride);
-  }
+  for_each_run<kNarrowAnywhere>(values, [&](auto kind, const CodeRun& run) {
+    code_sum_of_run<decltype(kind)::value>(values, run, scaled, rows, sums, sum_stride);
+  });
 }
 
 /// See Kernels::code_sum.
@@ -356,6 +397,8 @@ inline void code_sum(const CodeBlock& values, const float* weights, std::ptrdiff
   LOWRANKKV_COMPILED_TEMPLATE(void code_logits_of_run<kind>(const CodeBlock&, const CodeRun&,  \
                                                             const float*, std::ptrdiff_t, int, \
                                                             float*, std::ptrdiff_t))           \
+  LOWRANKKV_COMPILED_TEMPLATE(                                                                 \
+      void code_tile_of_run<kind>(const CodeBlock&, const CodeRun&, float*, std::ptrdiff_t))   \
   LOWRANKKV_COMPILED_TEMPLATE(void code_sum_of_run<kind>(                                      \
       const CodeBlock&, const CodeRun&, const float*, int, float*, std::ptrdiff_t))
 LOWRANKKV_SIMD_COMPILED(Codes::narrow)
@@ -365,6 +408,7 @@ LOWRANKKV_SIMD_COMPILED(Codes::bytes)
 
 #else
 inline constexpr decltype(Kernels::code_logits) code_logits = nullptr;
+inline constexpr decltype(Kernels::code_tile) code_tile = nullptr;
 inline constexpr decltype(Kernels::code_sum) code_sum = nullptr;
 #endif
 #endif  // defined(LOWRANKKV_SIMD_LANES)

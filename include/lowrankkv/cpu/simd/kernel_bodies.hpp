@@ -329,6 +329,39 @@ void convert(const std::byte* numbers, std::ptrdiff_t count, float* target) {
   __builtin_memcpy(target + i, last, static_cast<std::size_t>(count - i) * sizeof(float));
 }
 
+/// Rotates kLanes columns of a pair: x and y by the angle (cosine, sine) plus those of the line.
+LOWRANKKV_SIMD_INLINE void rotate_lanes(float* x, float* y, Floats cosine, Floats sine,
+                                        const float* line_cosines, const float* line_sines) {
+  const Floats c = load(line_cosines), s = load(line_sines);
+  const Floats cosines = multiply_add(cosine, c, -(sine * s));
+  const Floats sines = multiply_add(sine, c, cosine * s);
+  const Floats from = load(x), with = load(y);
+  store(x, multiply_add(from, cosines, -(with * sines)));
+  store(y, multiply_add(with, cosines, from * sines));
+}
+
+/// See Kernels::rotate.
+inline void rotate(const RotatedPairs& numbers) {
+  const int whole = numbers.count / kLanes * kLanes, rest = numbers.count - whole;
+  const std::size_t size = static_cast<std::size_t>(rest) * sizeof(float);
+  for (int pair = 0; pair < numbers.pairs; ++pair) {
+    float* x = numbers.first + pair * numbers.stride;
+    float* y = x + numbers.to_second;
+    const float* cosines = numbers.line_cosines + pair * numbers.line_stride;
+    const float* sines = numbers.line_sines + pair * numbers.line_stride;
+    const Floats cosine = broadcast(numbers.cosines[pair]), sine = broadcast(numbers.sines[pair]);
+    for (int i = 0; i < whole; i += kLanes)
+      rotate_lanes(x + i, y + i, cosine, sine, cosines + i, sines + i);
+    if (rest == 0) continue;
+    float copies[2][kLanes] = {};
+    __builtin_memcpy(copies[0], x + whole, size);
+    __builtin_memcpy(copies[1], y + whole, size);
+    rotate_lanes(copies[0], copies[1], cosine, sine, cosines + whole, sines + whole);
+    __builtin_memcpy(x + whole, copies[0], size);
+    __builtin_memcpy(y + whole, copies[1], size);
+  }
+}
+
 #define LOWRANKKV_SIMD_COMPILED(type)                                                          \
   LOWRANKKV_COMPILED_TEMPLATE(void logits<type>(const KeyBlock&, const float*, std::ptrdiff_t, \
                                                 int, float*, std::ptrdiff_t))                  \
@@ -349,7 +382,9 @@ inline constexpr Kernels kKernels{
     largest,
     exponentials,
     {convert<Stored::f32>, convert<Stored::f16>, convert<Stored::bf16>},
+    rotate,
     code_logits,
+    code_tile,
     code_sum};
 
 #endif  // defined(LOWRANKKV_SIMD_LANES)

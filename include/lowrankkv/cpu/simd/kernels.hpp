@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <type_traits>
 
 #include "lowrankkv/cpu/simd/code_tiles.hpp"
 #include "lowrankkv/cpu/simd/stored_tiles.hpp"
@@ -58,11 +59,17 @@ struct Kernels {
   float (*exponentials)(float* line, int count, int width, float top);
   /// By Stored: target[i] = numbers[i] for i < count, exact.
   void (*to_f32[kStoredTypes])(const std::byte* numbers, std::ptrdiff_t count, float* target);
+  /// (x, y) <- (x cos a - y sin a, y cos a + x sin a) for all pairs and columns, in place; a is the
+  /// sum of both angles. Touches no column from `count` on. Cost: 8 products a pair and column.
+  void (*rotate)(const RotatedPairs& numbers);
   /// Null: this set has no loops over packed codes. out [rows, stride] += query [rows,
   /// query_stride] times the keys, in the columns of the pieces' rows, which are all that is
   /// written. Query rows have all channels. Cost: rows x channels products a key.
   void (*code_logits)(const CodeBlock& keys, const float* query, std::ptrdiff_t query_stride,
                       int rows, float* out, std::ptrdiff_t stride);
+  /// Null with code_logits. tile [channels, stride] = the keys times the scales of their rows, in
+  /// the columns of the pieces' rows, which are all that is written, and the channels of the runs.
+  void (*code_tile)(const CodeBlock& keys, float* tile, std::ptrdiff_t stride);
   /// Null with code_logits. sums [rows, sum_stride] += weights [rows, weight_stride], from the
   /// columns of the pieces on, times the values, in the channels of the runs. Cost: rows x channels
   /// products a value.

@@ -68,8 +68,8 @@ struct ValueRun {
   int count = 0;                    ///< rows
 };
 
-/// @brief Values of at most kBlockRows rows. Of each row `width` numbers can be read, a multiple of
-/// kPieceRows.
+/// @brief Values of rows: of attention at most kBlockRows. Of each row `width` numbers can be read,
+/// a multiple of kPieceRows.
 struct ValueBlock {
   Stored type = Stored::f32;
   int width = 0;
@@ -77,6 +77,20 @@ struct ValueBlock {
   const ValueRun* runs = nullptr;
   int num_runs = 0;
   int count = 0;  ///< rows of all runs
+};
+
+/// @brief Pairs of rows of numbers that are rotated together: column i of pair p by the sum of two
+/// angles, one of the pair and one of the pair and the column.
+struct RotatedPairs {
+  float* first = nullptr;        ///< of pair 0, column 0
+  std::ptrdiff_t to_second = 0;  ///< from a number to the one that it is rotated with
+  std::ptrdiff_t stride = 0;     ///< from a pair to the next
+  int pairs = 0;
+  int count = 0;                                     ///< columns
+  const float *cosines = nullptr, *sines = nullptr;  ///< [pairs]
+  /// [pairs, line_stride], of `count` columns rounded up to kPieceRows
+  const float *line_cosines = nullptr, *line_sines = nullptr;
+  std::ptrdiff_t line_stride = 0;
 };
 
 }  // namespace cpu::simd

@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// The register-blocked f32 product against a plain one.
+// The f32 product by the processor's kernels against a plain one.
 #include <doctest/doctest.h>
 
 #include <cmath>
 #include <random>
 #include <vector>
 
-#include "lowrankkv/cpu/matmul.hpp"
+#include "lowrankkv/cpu/product.hpp"
 
-namespace matmul_tests {
+namespace product_tests {
 
 using namespace lowrankkv;
 
 TEST_CASE(
-    "matmul equals the plain product for all small shapes, and the order of its sums does not "
+    "the product equals the plain product for all small shapes, and the order of its sums does not "
     "depend on m and n") {
   std::mt19937 random(7);
   std::normal_distribution<float> normal;
@@ -26,10 +26,10 @@ TEST_CASE(
         for (float& x : a) x = normal(random);
         for (float& x : b) x = normal(random);
         std::vector<float> sum = c;
-        cpu::matmul<false>(m, ld, k, a.data(), k, b.data(), ld, c.data(), ld);
-        cpu::matmul<true>(m, ld, k, a.data(), k, b.data(), ld, sum.data(), ld);
+        cpu::product(m, ld, k, a.data(), k, b.data(), ld, c.data(), ld);
+        cpu::add_product(m, ld, k, a.data(), k, b.data(), ld, sum.data(), ld);
         for (int i = 0; i < m; ++i) {
-          cpu::matmul<false>(1, ld, k, a.data() + i * k, k, b.data(), ld, row.data(), ld);
+          cpu::product(1, ld, k, a.data() + i * k, k, b.data(), ld, row.data(), ld);
           for (int j = 0; j < n; ++j) {
             double expected = 0.0;
             for (int p = 0; p < k; ++p)
@@ -47,4 +47,4 @@ TEST_CASE(
   }
 }
 
-}  // namespace matmul_tests
+}  // namespace product_tests
