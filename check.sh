@@ -118,11 +118,14 @@ part_architectures() {  # nothing of CUDA runs here but what is host code; with 
     build check-architectures "${host_flags[@]}" -DLOWRANKKV_BUILD_TESTS=OFF -DLOWRANKKV_BUILD_BENCHMARKS=ON "${cuda[@]}"
     return
   fi
+  # Example 09 needs NCCL.
+  python_package nvidia-nccl-cu13
+  local nccl=(build/tools/lib/python3*/site-packages/nvidia/nccl)
   # The benchmarks' kernels are those of presets and of the tests, and the tests' are compiled in the check: nvcc reads them
   # here for compute_80, and compiles no code of them. The examples' are presets' too: assembled for one architecture.
   build check-architectures -DLOWRANKKV_BUILD_BENCHMARKS=ON "-DLOWRANKKV_TESTS=gpu;kernels" "${host_flags[@]}" \
     -DCMAKE_CUDA_ARCHITECTURES=80-virtual "-DLOWRANKKV_PROGRAM_ARCHITECTURES=80-real;90-real" -DLOWRANKKV_EXAMPLE_ARCHITECTURES=90-real "${cuda[@]}" "$unused_gpu_code" \
-    "-DLOWRANKKV_CUDA_BENCHMARK_FLAGS=$syntax" "-DLOWRANKKV_CUDA_TEST_FLAGS=$syntax"
+    "-DLOWRANKKV_NCCL=$PWD/${nccl[0]}" "-DLOWRANKKV_CUDA_BENCHMARK_FLAGS=$syntax" "-DLOWRANKKV_CUDA_TEST_FLAGS=$syntax"
   run_tests check-architectures -R '^cuda_host_code$'
 }
 

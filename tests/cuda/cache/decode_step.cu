@@ -97,7 +97,7 @@ TEST_CASE("append and attend in a CUDA graph, maintain between its replays") {
   replay_graph<Merging>(narrow, config, {{}, {}, {4, 32}, {}}, random, publications, merges);
   if (effort() > 0) {  // enough steps
     CHECK(publications > 6);
-    CHECK(merges > 2);
+    CHECK(merges > 1);
   }
   SubSpaceA<Cuda>::PolicySet chunks;
   chunks.updater.chunk_length = 40;
