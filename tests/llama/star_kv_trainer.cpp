@@ -5,6 +5,8 @@
 
 #include <doctest/doctest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <functional>
 #include <memory>
@@ -284,7 +286,15 @@ TEST_CASE("thresholds rise until the shares are met; then the truncated model is
     });
   };
   const auto full = store_of("FullKV"), low = store_of("StarKV");
-  CHECK(outputs(*full) == outputs(*low));  // exact attention of a prompt
+  // Exact attention of a prompt: the engine rotates keys for the one, the cache for the other.
+  const auto exact = outputs(*full), own = outputs(*low);
+  REQUIRE(own.size() == exact.size());
+  float largest = 0.0F, furthest = 0.0F;
+  for (std::size_t i = 0; i < own.size(); ++i) {
+    largest = std::max(largest, std::abs(exact[i]));
+    furthest = std::max(furthest, std::abs(own[i] - exact[i]));
+  }
+  CHECK(furthest < 1e-5F * largest);
   CHECK_THROWS_WITH(
       make_store({.method = "StarKV"}, truncated.config(), 64, {}, truncated.threads()),
       "StarKV needs ranks that train-projector learned; --trained names its file (StarKVStatic has "
