@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // A sequence whose tokens several GPUs share: each holds a part of every layer's K and V. In a step
-// each GPU attends to its part, NCCL hands the partial states round, and every GPU merges them.
+// each GPU attends to its part, NCCL all-gathers the partial states, and every GPU merges them.
 // Compares with one GPU that holds all of it: outputs, and the time of a step.
 //
 //   09_cuda_shards [--gpus N] [--tokens N] [--layers N] [--bits 16|8] [--steps N]
@@ -16,10 +16,9 @@
 #include <chrono>
 #include <cmath>
 #include <cstdio>
-#include <cstring>
+#include <cstdlib>
 #include <exception>
 #include <memory>
-#include <span>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -195,12 +194,11 @@ struct Measured {
   std::vector<float> outputs;
 };
 
-/// Runs the sequence on `gpus` GPUs, and takes the outputs of the first step.
+/// Runs the sequence on `gpus` GPUs, and takes the outputs of the first captured step.
 Measured run(const Options& options, int gpus) {
   std::vector<ncclComm_t> comms(static_cast<std::size_t>(gpus), nullptr);
   if (gpus > 1) check_nccl(ncclCommInitAll(comms.data(), gpus, nullptr));
   Measured result;
-  std::vector<std::exception_ptr> errors(static_cast<std::size_t>(gpus));
   std::barrier together(gpus);
   const auto rank = [&](int gpu) {
     check(cudaSetDevice(gpu), "cudaSetDevice");
@@ -284,7 +282,8 @@ int main(int argc, char** argv) {
     const Measured one = run(options, 1);
     std::printf("%4d  %9.3f\n", 1, one.milliseconds);
     double largest = 0.0;
-    for (int gpus = 2; gpus <= options.gpus; gpus *= 2) {
+    for (int gpus = 1; gpus < options.gpus;) {
+      gpus = std::min(2 * gpus, options.gpus);
       const Measured shared = run(options, gpus);
       double furthest = 0.0, size = 0.0;
       for (std::size_t i = 0; i < one.outputs.size(); ++i) {

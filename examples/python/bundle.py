@@ -205,7 +205,7 @@ class Bundle:
 
 
 def blank(num_layers: int, num_qo_heads: int, num_kv_heads: int, head_dim: int, coded_metric: str,
-           rope: dict = None, source: str = None) -> Bundle:
+          rope: dict = None, source: str = None) -> Bundle:
     """Metadata, and the frequencies of pre-RoPE keys: rope = {"frequencies": [P], "pairing": ...}."""
     metadata = {"format": FORMAT, "version": "5", "num_layers": str(num_layers),
                 "num_qo_heads": str(num_qo_heads), "num_kv_heads": str(num_kv_heads), "head_dim": str(head_dim),

@@ -31,7 +31,6 @@ from bundle import CODED_SAMPLE_ROWS, SAMPLE_ROWS, SINKS, Bundle, blank
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3")
 OUTPUT_SINKS = 32  # first rows that metrics of the output leave out
 DRAWS = 64  # keys that a query is rotated back by, in metrics of pre-RoPE keys
-STREAM_ROWS = 4096
 
 
 class Rotary:
