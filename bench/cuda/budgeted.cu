@@ -25,14 +25,15 @@ namespace {
 
 using Codes = CompressedKVCache<Cuda, PerHead, Static, SinkRecent, TransformCode>;
 
-/// Bits of the channels of a part, of which each digit gives 32; a channel without bits, where
-/// there are none: the mean is kept.
-std::vector<std::uint8_t> bits_of(const std::string& digits) {
-  std::vector<int> blocks;
-  for (const char digit : digits) {
-    if (digit > '0') blocks.push_back(digit - '0');
-  }
-  return blocks.empty() ? std::vector<std::uint8_t>{0} : bench::bits_of(blocks);
+/// Bits of the channels of a part, from "8x12.4x20": 12 channels of 8 bits, then 20 of 4. "0x1" is
+/// a channel without bits: the mean is kept.
+std::vector<std::uint8_t> bits_of(const std::string& counts) {
+  std::vector<std::uint8_t> bits;
+  std::istringstream all(counts);
+  for (std::string one; std::getline(all, one, '.');)
+    bits.insert(bits.end(), std::stoul(one.substr(one.find('x') + 1)),
+                static_cast<std::uint8_t>(std::stoi(one)));
+  return bits;
 }
 
 /// Maps of heads with these allocations, "keys/values" each, in turn.

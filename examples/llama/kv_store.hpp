@@ -64,11 +64,9 @@ struct MethodOptions {
   int full_row_bits = kChooseRowBits;        // Budgeted: BudgetOptions::full_row_bits
   bool pre_rope =
       false;  // keys are stored before their rotary embedding, and rotated when they are read
-  bool on_gpu = false;  // cache and attention on the GPU
-  int channels_together =
-      0;  // Budgeted: so many channels share a width; 0: 1 on the CPU, 32 on the GPU
-  std::vector<int> widths =
-      {};  // Budgeted: bits that a channel may have besides 0; empty: what suits the backend
+  bool on_gpu = false;           // cache and attention on the GPU
+  std::vector<int> widths = {};  // Budgeted: BudgetOptions::widths; empty: its default
+  double unit_bits = -1.0;       // Budgeted: BudgetOptions::unit_bits; negative: its default
   bool cpu_codes = false;  // Budgeted on the GPU: the codes of the CPU's budget, in more bytes
   std::int64_t prefill_chunk = 0;     // 0: the whole prompt
   std::int64_t publish_interval = 0;  // rows between two epochs; 0: the library's default

@@ -143,13 +143,13 @@ struct Options {
     app->add_option("--full-row-bits", method.full_row_bits, "bits of rows at full rank (Budgeted)")
         ->transform(CLI::CheckedTransformer(row_bits))
         ->option_text("8|16|choose: by layer [choose]");
-    app->add_option(
-           "--channels-together", method.channels_together,
-           "Budgeted: so many channels share a width of codes; 0: 1 on the CPU, 32 on the GPU")
-        ->check(CLI::Range(0, 256));
+    app->add_option("--unit-bits", method.unit_bits,
+                    "Budgeted on the GPU: what a unit of 32 planes of codes counts besides its "
+                    "bits; more make units fewer")
+        ->check(CLI::Range(0.0, 1024.0));
     app->add_option("--widths", method.widths,
                     "Budgeted: bits that a channel may have besides 0, ascending, separated by "
-                    "commas; default: 1,2,3,4,5,6,8 on the CPU, 2,4,8 on the GPU")
+                    "commas; default: 1,2,3,4,5,6,8")
         ->delimiter(',')
         ->check(CLI::Range(1, 8));
     app->add_flag(

@@ -93,8 +93,7 @@ std::unique_ptr<KvStore> budgeted(Recipe recipe) {
   static_assert(MethodOptions::kChooseRowBits == calibrate::BudgetOptions::kChooseBits);
   options.full_row_bits = recipe.options.full_row_bits;
   if (recipe.options.on_gpu && !recipe.options.cpu_codes) options.for_cuda();
-  if (recipe.options.channels_together > 0)
-    options.channels_together = recipe.options.channels_together;
+  if (recipe.options.unit_bits >= 0.0) options.unit_bits = recipe.options.unit_bits;
   if (!recipe.options.widths.empty()) options.widths = recipe.options.widths;
   if (recipe.options.outlier_share >= 0.0F)
     options.outlier_share = static_cast<double>(recipe.options.outlier_share);

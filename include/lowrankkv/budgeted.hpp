@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "lowrankkv/calibrate/allocate_bits.hpp"
+#include "lowrankkv/calibrate/allocate_units.hpp"
 #include "lowrankkv/calibrate/layer_moments.hpp"
 #include "lowrankkv/calibrate/moments.hpp"
 #include "lowrankkv/core/device_tiles.hpp"
@@ -44,9 +45,11 @@ struct BudgetOptions {
   static constexpr int kEarlyTokens = 128;
   /// Bits that a channel may have besides 0. 8 is needed.
   std::vector<int> widths{1, 2, 3, 4, 5, 6, 8};
-  /// Number of consecutive channels that get the same bits. 32 for the Cuda backend, whose tiles
-  /// pad to 32 channels (for_cuda()).
-  int channels_together = 1;
+  /// On the Cuda backend: what a unit of codes counts besides its bits (UnitAllocation). Attention
+  /// takes time for each unit, whatever its bits: a larger number makes units fewer, and errors
+  /// larger. Negative: a quarter of head_dim with post-RoPE keys, 16 with pre-RoPE keys, whose
+  /// up-projection takes most of the time, and that of four units of keys at a time.
+  double unit_bits = -1.0;
   float step_scale = 1.0F;       ///< TransformCode::step_scale
   double metric_floor = 1e-3;    ///< smallest eigenvalue of a metric, relative to its mean
   DType full_type = DType::f16;  ///< of rows at full rank: CacheConfig::full_type
@@ -57,10 +60,10 @@ struct BudgetOptions {
   int full_row_bits = kChooseBits;
   static constexpr int kChooseBits = -1;
   static constexpr double kMostLost = 0.01, kMostForBits = 0.04;
-  /// Page size of the pool in bytes. 0: the multiple of 256, from 512 to 8192 (of wide rows, to two
-  /// rows; on the Cuda backend from the largest tile to four of them), at which the rows of this
-  /// budget take the fewest bytes of pages. Small pages leave little unused at the end of a list,
-  /// large ones little beside their last row.
+  /// Page size of the pool in bytes. 0: on the CPU the multiple of 256, from 512 to 8192 (of wide
+  /// rows, to two rows), at which the rows of this budget take the fewest bytes of pages. On the
+  /// Cuda backend the one, from a tile of full rows on, at which the codes that fit lose least.
+  /// Small pages leave little unused at the end of a list, large ones little beside their last row.
   std::size_t page_bytes = 0;
   /// Sample rows of a head's part at which codes are fitted to them; with fewer, to a Gaussian.
   static constexpr std::int64_t kFewestRows = 128;
@@ -70,15 +73,9 @@ struct BudgetOptions {
   /// budgeted() takes it from the moments.
   bool pre_rope = false;
 
-  /// @brief Sets the channels and widths that suit the Cuda backend's kernels: 32 channels share 2,
-  /// 4 or 8 bits, which is one plane of codes. Bytes are counted as that backend has them.
-  ///
-  /// Codes of 3 and 6 bits would take two planes. At equal bytes they leave a fifth less error (as
-  /// much as 5 % more bytes do), but attention takes a fifth longer
-  /// (docs/log/2026-11-25-gpu-decode-step.md).
+  /// @brief Counts bytes as the Cuda backend has them, and gives codes bits that fill its units
+  /// (UnitAllocation).
   BudgetOptions& for_cuda() {
-    widths = {2, 4, 8};
-    channels_together = 32;
     on_device = true;
     return *this;
   }
@@ -352,12 +349,20 @@ inline ResidualOutliers budgeted_outliers(const BudgetOptions& options) {
   return {OutlierError::absolute, share, 0.0F, BudgetOptions::kEarlyTokens};
 }
 
+/// Whether a list of full rows has at most kFewFullRows rows however long the sequence becomes:
+/// with room for 64 rows more than twice as many as errors and sinks choose.
+inline bool few_full_rows(const BudgetOptions& options) {
+  return options.outlier_share == 0.0 &&
+         2 * (options.sinks + options.early_outliers) + 64 <= kFewFullRows;
+}
+
 /// Rows at full rank of a page. 0: a page has no room for a tile of them.
 /// @param bits  CacheConfig::full_row_bits of the layer
 inline std::int64_t full_rows_per_page(const CacheShape& shape, const BudgetOptions& options,
                                        int bits) {
   if (options.on_device)
-    return full_row_tile(shape.head_dim, bits, options.pre_rope).rows_per_page(options.page_bytes);
+    return full_row_tile(shape.head_dim, bits, options.pre_rope, few_full_rows(options))
+        .rows_per_page(options.page_bytes);
   const FullRows plain{options.full_type, bits};
   return cpu::make_row_layout(plain, shape.head_dim, shape.head_dim, {}, {}, options.page_bytes)
       .rows_per_page;
@@ -372,6 +377,29 @@ inline std::int64_t coded_rows_per_page(std::span<const std::uint8_t> key,
       .rows_per_page;
 }
 
+/// The tokens of a sequence of options.context tokens right after its prompt.
+struct BudgetRows {
+  std::int64_t recent = 0, sinks = 0, outliers = 0, compressed = 0;
+};
+inline BudgetRows budget_rows(const BudgetOptions& options) {
+  BudgetRows rows;
+  rows.recent = (std::min)(std::int64_t{options.recent}, options.context);
+  rows.sinks = (std::min)(std::int64_t{options.sinks}, options.context - rows.recent);
+  const std::int64_t tail = options.context - rows.recent;
+  const ResidualOutliers chosen = budgeted_outliers(options);
+  rows.outliers =
+      (std::min)(outlier_rows(chosen, 0, tail),
+                 (std::max)(std::int64_t{0}, outlier_candidates(chosen, 0, tail) - rows.sinks));
+  rows.compressed = options.context - rows.recent - rows.sinks - rows.outliers;
+  return rows;
+}
+
+/// Bytes of the pages of so many rows.
+inline std::int64_t bytes_of_pages(std::int64_t rows, std::int64_t rows_per_page,
+                                   const BudgetOptions& options) {
+  return (rows + rows_per_page - 1) / rows_per_page * static_cast<std::int64_t>(options.page_bytes);
+}
+
 }  // namespace detail
 
 /// @brief Bytes of a sequence of options.context tokens right after its prompt, as
@@ -383,17 +411,7 @@ inline std::int64_t budgeted_bytes(const CacheShape& shape,
                                    std::span<const std::vector<std::uint8_t>> bits,
                                    const BudgetOptions& options,
                                    std::span<const int> full_row_bits) {
-  const std::int64_t recent = (std::min)(std::int64_t{options.recent}, options.context);
-  const std::int64_t sinks = (std::min)(std::int64_t{options.sinks}, options.context - recent);
-  const std::int64_t left = options.context - recent;  // of the tail
-  const ResidualOutliers chosen = detail::budgeted_outliers(options);
-  const std::int64_t candidates =
-      (std::max)(std::int64_t{0}, outlier_candidates(chosen, 0, left) - sinks);
-  const std::int64_t outliers = (std::min)(outlier_rows(chosen, 0, left), candidates);
-  const std::int64_t compressed = options.context - recent - sinks - outliers;
-  const auto pages = [&](std::int64_t rows, std::int64_t per_page) {
-    return (rows + per_page - 1) / per_page * static_cast<std::int64_t>(options.page_bytes);
-  };
+  const auto [recent, sinks, outliers, compressed] = detail::budget_rows(options);
   constexpr std::int64_t never = std::int64_t{1} << 60;
   const std::size_t parts_per_layer = 2 * static_cast<std::size_t>(shape.num_kv_heads);
   std::int64_t full_per_page = 0, bytes = 0;
@@ -413,7 +431,8 @@ inline std::int64_t budgeted_bytes(const CacheShape& shape,
                        positions = options.on_device
                                        ? 4 * (sinks + outliers)
                                        : static_cast<std::int64_t>(RowRuns::kRunBytes) * runs;
-    bytes += pages(sinks + outliers, full_per_page) + pages(compressed, codes_per_page) +
+    bytes += detail::bytes_of_pages(sinks + outliers, full_per_page, options) +
+             detail::bytes_of_pages(compressed, codes_per_page, options) +
              recent * 2 * shape.head_dim * static_cast<std::int64_t>(size_of(options.full_type)) +
              positions;
   }
@@ -427,37 +446,44 @@ inline std::int64_t largest_full_row_tile(const CacheShape& shape, const BudgetO
                                           std::span<const int> full_row_bits) {
   std::int64_t largest = 0;
   for (const int bits : full_row_bits)
-    largest = (std::max)(largest, full_row_tile(shape.head_dim, bits, options.pre_rope).bytes);
+    largest = (std::max)(
+        largest,
+        full_row_tile(shape.head_dim, bits, options.pre_rope, few_full_rows(options)).bytes);
   return largest;
 }
 
-/// Bytes of the Cuda backend's largest tile of codes.
-inline std::int64_t largest_code_tile(std::span<const std::vector<std::uint8_t>> bits) {
-  std::int64_t largest = 0;
-  for (std::size_t part = 0; part + 1 < bits.size(); part += 2)
-    largest = (std::max)(largest, code_tile(bits[part], bits[part + 1]).bytes);
-  return largest;
+/// The page sizes that are tried. A page can hold at least one row of 8 bits a channel, and one at
+/// full rank; on the Cuda backend a tile of full rows.
+struct PageSizes {
+  std::size_t least = 512, most = 8192;
+  static constexpr std::size_t kStep = 256;
+};
+inline PageSizes page_sizes(const CacheShape& shape, const BudgetOptions& options,
+                            std::span<const int> full_row_bits) {
+  const std::size_t dim = static_cast<std::size_t>(shape.head_dim),
+                    widest = options.on_device
+                                 ? static_cast<std::size_t>(
+                                       largest_full_row_tile(shape, options, full_row_bits))
+                                 : 2 * dim * (std::max)(size_of(options.full_type), std::size_t{2});
+  PageSizes sizes;
+  while (sizes.least < widest) sizes.least += PageSizes::kStep;
+  sizes.most = (std::max)(sizes.most, 2 * widest);
+  if (options.on_device)  // room for a tile of 8 bits a channel
+    sizes.most = (std::max)(sizes.most,
+                            static_cast<std::size_t>(code_tile(16 * shape.head_dim).bytes) + 256);
+  return sizes;
 }
 
 /// The page size at which rows of these bits take the fewest bytes; the larger of two that are
-/// equal. A page can hold at least one row of 8 bits a channel, and one at full rank; on the Cuda
-/// backend a tile of each.
+/// equal.
 /// @param bits, full_row_bits  as budgeted_bytes() has them
 inline std::size_t best_page_bytes(const CacheShape& shape,
                                    std::span<const std::vector<std::uint8_t>> bits,
                                    BudgetOptions options, std::span<const int> full_row_bits) {
-  const std::size_t dim = static_cast<std::size_t>(shape.head_dim);
-  const std::size_t largest = static_cast<std::size_t>(
-      (std::max)(largest_full_row_tile(shape, options, full_row_bits), largest_code_tile(bits)));
-  const std::size_t widest = options.on_device
-                                 ? largest
-                                 : 2 * dim * (std::max)(size_of(options.full_type), std::size_t{2});
-  const std::size_t most =
-      options.on_device ? 4 * largest + 256 : (std::max)(std::size_t{8192}, 2 * widest);
+  const PageSizes sizes = page_sizes(shape, options, full_row_bits);
   std::size_t best = 0;
   std::int64_t fewest = (std::numeric_limits<std::int64_t>::max)();
-  for (std::size_t size = 512; size <= most; size += 256) {
-    if (size < widest) continue;
+  for (std::size_t size = sizes.least; size <= sizes.most; size += PageSizes::kStep) {
     options.page_bytes = size;
     const std::int64_t bytes = budgeted_bytes(shape, bits, options, full_row_bits);
     if (bytes > fewest) continue;
@@ -465,6 +491,43 @@ inline std::size_t best_page_bytes(const CacheShape& shape,
     best = size;
   }
   return best;
+}
+
+/// The bits of the Cuda backend's codes that lose least in at most `limit` bytes, and the page size
+/// at which they do: options.page_bytes, where it is 0 the best one.
+/// @param no_bits, full_row_bits  as budgeted_bytes() has them
+/// @return without bits, if no page size has room for any
+template <class Real = double>
+std::vector<std::vector<std::uint8_t>> allocate_on_device(
+    const CacheShape& shape, std::span<const Eigen::MatrixX<Real>> errors,
+    std::span<const std::vector<std::uint8_t>> no_bits, double limit, std::size_t page_bytes,
+    BudgetOptions& options, std::span<const int> full_row_bits) {
+  const UnitAllocation units(errors, options.widths, options.pre_rope ? 4 : 1);
+  const double unit_bits = options.unit_bits >= 0.0 ? options.unit_bits
+                           : options.pre_rope       ? 16.0
+                                                    : 0.25 * shape.head_dim;
+  const std::int64_t rows = budget_rows(options).compressed;
+  PageSizes sizes = page_sizes(shape, options, full_row_bits);
+  if (page_bytes != 0) sizes = {page_bytes, page_bytes};
+  AllocatedBits best{{no_bits.begin(), no_bits.end()}, std::numeric_limits<double>::infinity()};
+  BudgetOptions at = options;
+  for (at.page_bytes = sizes.least; at.page_bytes <= sizes.most;
+       at.page_bytes += PageSizes::kStep) {
+    const auto list_bytes = [&](std::int64_t row_bits) {
+      const std::int64_t per_page = code_tile(row_bits).rows_per_page(at.page_bytes);
+      return per_page == 0 ? UnitAllocation::infinity()
+                           : static_cast<double>(bytes_of_pages(rows, per_page, at));
+    };
+    // Of full rows and positions.
+    const double others = static_cast<double>(budgeted_bytes(shape, no_bits, at, full_row_bits)) -
+                          static_cast<double>(errors.size() / 2) * list_bytes(0);
+    AllocatedBits own =
+        units.within(limit - others, list_bytes, unit_bits / 8.0 * static_cast<double>(rows));
+    if (own.error >= best.error) continue;
+    best = std::move(own);
+    options.page_bytes = at.page_bytes;
+  }
+  return best.bits;
 }
 
 }  // namespace detail
@@ -596,7 +659,7 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
     return bits;
   };
   const std::vector<std::vector<std::uint8_t>> no_bits =
-      allocate_by_errors(errors, 0.0, options.widths, options.channels_together);
+      allocate_by_errors(errors, 0.0, options.widths);
   const std::vector<int> full_row_bits =
       detail::choose_full_row_bits(shape, parts, no_bits, limit, options);
   if (const std::int64_t tile = detail::largest_full_row_tile(shape, options, full_row_bits);
@@ -618,22 +681,18 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
                                           " tokens, rows at full rank and pages alone need ",
                                           least / plain / static_cast<double>(options.context));
   const auto allocate = [&] {
+    if (options.on_device)
+      return detail::allocate_on_device<Real>(shape, errors, no_bits, limit, asked.page_bytes,
+                                              options, full_row_bits);
     double low = 0.0, high = 8.0 * 2.0 * shape.head_dim * shape.num_kv_heads *
                              static_cast<double>(layers.size());
     for (int step = 0; step < 24; ++step) {
       const double middle = 0.5 * (low + high);
-      const bool fits = bytes_of(allocate_by_errors(errors, middle, options.widths,
-                                                    options.channels_together)) <= limit;
+      const bool fits = bytes_of(allocate_by_errors(errors, middle, options.widths)) <= limit;
       (fits ? low : high) = middle;
     }
-    return allocate_by_errors(errors, low, options.widths, options.channels_together);
+    return allocate_by_errors(errors, low, options.widths);
   };
-  if (options.on_device && asked.page_bytes == 0) {  // room for every tile there may be
-    const std::vector<std::uint8_t> widest(static_cast<std::size_t>(shape.head_dim), 8);
-    options.page_bytes =
-        (std::max)(options.page_bytes,
-                   static_cast<std::size_t>(code_tile(widest, widest).bytes + 255) / 256 * 256);
-  }
   std::vector<std::vector<std::uint8_t>> bits = allocate();
   // Then by the errors that each width leaves in sample rows. Gains depend on bits and steps, so
   // that a second and a third round fit better.
@@ -657,15 +716,13 @@ BudgetedModel budgeted(std::span<const LayerMoments> layers, const BudgetOptions
       errors[part] = parts[part].unit * measured.errors;
       steps_of_widths[part] = std::move(measured.steps);
     }
-    choose_pages(bits);
+    if (!options.on_device) choose_pages(bits);
     bits = allocate();
     for (std::size_t part = 0; part < parts.size(); ++part) {
       if (samples[part].size() > 0)
         steps[part] = detail::steps_at(steps_of_widths[part], bits[part], options.widths);
     }
   }
-
-  if (options.on_device) choose_pages(bits);
 
   BudgetedModel model;
   model.options = options;

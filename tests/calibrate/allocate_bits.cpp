@@ -25,10 +25,9 @@ TEST_CASE("more bits never leave a larger error, whatever the errors of widths a
     for (int spectrum = 0; spectrum < 3; ++spectrum)
       errors.push_back(Eigen::MatrixXd::NullaryExpr(
           7, 6, [&] { return std::exp(6.0 * uniform(random)); }));  // not even falling
-    const int together = 1 + trial % 3;
     double last = std::numeric_limits<double>::infinity();
     for (int budget = 0; budget <= 190; budget += 3) {
-      const auto bits = calibrate::allocate_by_errors(errors, budget, widths, together);
+      const auto bits = calibrate::allocate_by_errors(errors, budget, widths);
       double error = 0.0;
       int used = 0;
       for (std::size_t spectrum = 0; spectrum < 3; ++spectrum) {
@@ -44,7 +43,6 @@ TEST_CASE("more bits never leave a larger error, whatever the errors of widths a
       last = error;
     }
     // With all bits, every channel has the width with the smallest error.
-    if (together > 1) continue;
     double least = 0.0;
     for (const Eigen::MatrixXd& own : errors) least += own.rowwise().minCoeff().sum();
     CHECK(last == doctest::Approx(least));
@@ -96,25 +94,6 @@ TEST_CASE("bits: no other allocation of at most as many loses less") {
   const auto bits = calibrate::allocate_bits(many, 200.0, widths);
   for (const auto& spectrum : bits) CHECK(std::is_sorted(spectrum.rbegin(), spectrum.rend()));
   CHECK(bits[1][0] > bits[0][0]);
-  // Channels that share a width: the same over every group, as good as any other choice for the
-  // groups' mean energies.
-  const auto grouped = calibrate::allocate_bits(many, 200.0, widths, 5);
-  int spent = 0;
-  for (std::size_t spectrum = 0; spectrum < many.size(); ++spectrum) {
-    for (std::size_t channel = 0; channel < grouped[spectrum].size(); ++channel) {
-      CHECK(grouped[spectrum][channel] == grouped[spectrum][channel / 5 * 5]);
-      spent += grouped[spectrum][channel];
-    }
-  }
-  CHECK(spent <= 200);
-  CHECK(spent > 200 - 5 * 8);
-  for (int budget = 0; budget < 700;
-       ++budget) {  // groups that do not divide the channels: still widths that never rise
-    for (const auto& spectrum :
-         calibrate::allocate_bits(many, static_cast<double>(budget), widths, 32))
-      CHECK(std::is_sorted(spectrum.rbegin(), spectrum.rend()));
-  }
-  CHECK_THROWS_AS(calibrate::allocate_bits(many, 10.0, widths, 0), ValueError);
   CHECK_THROWS_AS(calibrate::allocate_bits(many, 10.0, std::vector<int>{3, 2}), ValueError);
   CHECK_THROWS_AS(calibrate::allocate_bits(std::vector<VectorXd>{-VectorXd::Ones(2)}, 10.0, widths),
                   ValueError);

@@ -25,28 +25,12 @@ constexpr double gaussian_distortion(int bits) {
   return table[bits];
 }
 
-/// @brief Bits for every channel of every spectrum such that their sum stays within `budget` and
-/// the sum of errors is minimal (up to one step of one group of channels).
-///
-/// This is reverse water-filling in discrete form. Each group of channels has the widths on the
-/// lower convex hull of its errors; all steps from one such width to the next are taken in the
-/// order of their gain per bit, until one does not fit. So the steps for a small budget are the
-/// first of those for a larger one: more bits never bring a larger sum of errors.
-/// @param errors  per spectrum [channels, widths + 1]: a channel's error without bits, then at each
-///   width, >= 0. Column order as `widths`
-/// @param budget    bits of one row over all spectra
-/// @param widths    widths that may be used besides 0, ascending, 1 to 8
-/// @param together  number of consecutive channels that get the same width, as tiles of tensor
-///   cores need it. A smaller last group costs as much as a whole group, because tiles pad to it
-/// @return bits of every channel of every spectrum
-/// @throws ValueError for widths out of order or range, and for errors that are negative or not
-/// finite; ShapeError unless there is a column for every width and one more
-///
-/// Cost: O(steps log steps), steps = channels x widths.
-template <class Real = double>
-std::vector<std::vector<std::uint8_t>> allocate_by_errors(
-    std::type_identity_t<std::span<const Eigen::MatrixX<Real>>> errors, double budget,
-    std::span<const int> widths, int together = 1) {
+namespace detail {
+
+/// @throws ValueError, ShapeError  as allocate_by_errors()
+template <class Real>
+void check_errors(std::type_identity_t<std::span<const Eigen::MatrixX<Real>>> errors,
+                  std::span<const int> widths) {
   using ::lowrankkv::detail::fail;
   int previous = 0;
   for (const int width : widths) {
@@ -55,16 +39,6 @@ std::vector<std::vector<std::uint8_t>> allocate_by_errors(
                        previous);
     previous = width;
   }
-  if (together < 1)
-    fail<ValueError>("allocate_bits: at least 1 channel together, given ", together);
-  struct Step {
-    double gain_per_bit;
-    std::size_t spectrum, channel, count;  // channels [channel, channel + count)
-    int to;
-    double cost;
-  };
-  std::vector<Step> steps;
-  std::vector<std::vector<std::uint8_t>> bits(errors.size());
   for (std::size_t spectrum = 0; spectrum < errors.size(); ++spectrum) {
     const Eigen::MatrixX<Real>& own = errors[spectrum];
     if (own.cols() != static_cast<Eigen::Index>(widths.size()) + 1)
@@ -74,44 +48,86 @@ std::vector<std::vector<std::uint8_t>> allocate_by_errors(
       fail<ValueError>("allocate_bits: energies of spectrum ", spectrum, " from ", own.minCoeff(),
                        " to ", own.maxCoeff(), ", finite and at least 0 expected");
     }
-    bits[spectrum].resize(static_cast<std::size_t>(own.rows()));
-    for (std::size_t channel = 0; channel < bits[spectrum].size();
-         channel += static_cast<std::size_t>(together)) {
-      const std::size_t count =
-          (std::min)(static_cast<std::size_t>(together), bits[spectrum].size() - channel);
-      const Eigen::RowVectorX<Real> group =
-          own.middleRows(static_cast<Eigen::Index>(channel), static_cast<Eigen::Index>(count))
-              .colwise()
-              .sum();
-      const auto width_at = [&](Eigen::Index column) {
-        return column == 0 ? 0 : widths[static_cast<std::size_t>(column) - 1];
-      };
-      // Along the hull: from each width to the one with the largest gain per bit.
-      for (Eigen::Index at = 0; at + 1 < group.size();) {
-        Step best{0.0, spectrum, channel, count, 0, 0.0};
-        Eigen::Index next = 0;
-        for (Eigen::Index to = at + 1; to < group.size(); ++to) {
-          // A smaller last group costs as much as a whole group.
-          const double cost = static_cast<double>(width_at(to) - width_at(at)) * together;
-          const double gain = (group[at] - group[to]) / cost;
-          if (gain <= best.gain_per_bit) continue;
-          best = {gain, spectrum, channel, count, width_at(to), cost};
-          next = to;
-        }
-        if (next == 0) break;
-        steps.push_back(best);
-        at = next;
+  }
+}
+
+/// A channel's step from one width to a larger one.
+struct WidthStep {
+  double gain_per_bit, gain;
+  std::size_t spectrum, channel;
+  int from, to;
+};
+
+/// Appends the steps of a spectrum's channels along the lower convex hulls of their errors: from
+/// each width to the one with the largest gain per bit. Steps of a channel gain less and less.
+/// @param allowed  whether a width may be used
+template <class Real, class Allowed>
+void append_width_steps(const Eigen::MatrixX<Real>& errors, std::span<const int> widths,
+                        std::size_t spectrum, Allowed&& allowed, std::vector<WidthStep>& steps) {
+  const auto width_at = [&](Eigen::Index column) {
+    return column == 0 ? 0 : widths[static_cast<std::size_t>(column) - 1];
+  };
+  for (Eigen::Index channel = 0; channel < errors.rows(); ++channel) {
+    for (Eigen::Index at = 0, next = -1; next != 0; at = next) {
+      WidthStep best{0.0, 0.0, spectrum, static_cast<std::size_t>(channel), width_at(at), 0};
+      next = 0;
+      for (Eigen::Index to = at + 1; to < errors.cols(); ++to) {
+        const double gain = errors(channel, at) - errors(channel, to),
+                     per_bit = gain / (width_at(to) - best.from);
+        if (!allowed(width_at(to)) || per_bit <= best.gain_per_bit) continue;
+        best.gain_per_bit = per_bit;
+        best.gain = gain;
+        best.to = width_at(to);
+        next = to;
       }
+      if (next != 0) steps.push_back(best);
     }
   }
-  std::stable_sort(steps.begin(), steps.end(),
-                   [](const Step& a, const Step& b) { return a.gain_per_bit > b.gain_per_bit; });
+}
+
+/// Sorts steps by their gain per bit, largest first. The order of a channel's steps stays.
+inline void sort_steps(std::vector<WidthStep>& steps) {
+  std::stable_sort(steps.begin(), steps.end(), [](const WidthStep& a, const WidthStep& b) {
+    return a.gain_per_bit > b.gain_per_bit;
+  });
+}
+
+}  // namespace detail
+
+/// @brief Bits for every channel of every spectrum such that their sum stays within `budget` and
+/// the sum of errors is minimal (up to one step of one channel).
+///
+/// This is reverse water-filling in discrete form. Each channel has the widths on the lower convex
+/// hull of its errors; all steps from one such width to the next are taken in the order of their
+/// gain per bit, until one does not fit. So the steps for a small budget are the first of those for
+/// a larger one: more bits never bring a larger sum of errors.
+/// @param errors  per spectrum [channels, widths + 1]: a channel's error without bits, then at each
+///   width, >= 0. Column order as `widths`
+/// @param budget  bits of one row over all spectra
+/// @param widths  widths that may be used besides 0, ascending, 1 to 8
+/// @return bits of every channel of every spectrum
+/// @throws ValueError for widths out of order or range, and for errors that are negative or not
+/// finite; ShapeError unless there is a column for every width and one more
+///
+/// Cost: O(steps log steps), steps = channels x widths.
+template <class Real = double>
+std::vector<std::vector<std::uint8_t>> allocate_by_errors(
+    std::type_identity_t<std::span<const Eigen::MatrixX<Real>>> errors, double budget,
+    std::span<const int> widths) {
+  detail::check_errors<Real>(errors, widths);
+  std::vector<detail::WidthStep> steps;
+  std::vector<std::vector<std::uint8_t>> bits(errors.size());
+  for (std::size_t spectrum = 0; spectrum < errors.size(); ++spectrum) {
+    bits[spectrum].resize(static_cast<std::size_t>(errors[spectrum].rows()));
+    detail::append_width_steps<Real>(
+        errors[spectrum], widths, spectrum, [](int) { return true; }, steps);
+  }
+  detail::sort_steps(steps);
   double left = budget;
-  for (const Step& step : steps) {
-    if (step.cost > left) break;
-    std::fill_n(bits[step.spectrum].begin() + static_cast<std::ptrdiff_t>(step.channel), step.count,
-                static_cast<std::uint8_t>(step.to));
-    left -= step.cost;
+  for (const detail::WidthStep& step : steps) {
+    if (step.to - step.from > left) break;
+    bits[step.spectrum][step.channel] = static_cast<std::uint8_t>(step.to);
+    left -= step.to - step.from;
   }
   return bits;
 }
@@ -135,11 +151,11 @@ Eigen::MatrixX<Real> gaussian_errors(const Eigen::VectorX<Real>& energies,
 template <class Real = double>
 std::vector<std::vector<std::uint8_t>> allocate_bits(
     std::type_identity_t<std::span<const Eigen::VectorX<Real>>> energies, double budget,
-    std::span<const int> widths, int together = 1) {
+    std::span<const int> widths) {
   std::vector<Eigen::MatrixX<Real>> errors;
   for (const Eigen::VectorX<Real>& own : energies)
     errors.push_back(gaussian_errors<Real>(own, widths));
-  return allocate_by_errors(errors, budget, widths, together);
+  return allocate_by_errors(errors, budget, widths);
 }
 
 }  // namespace calibrate

@@ -219,6 +219,7 @@ TEST_CASE(
 TEST_CASE("errors of blocks name both values and leave a cache as it was") {
   Random random(6);
   StarSettings settings;
+  settings.quantizer.outlier_share = 0.3F;
   CacheConfig config;
   config.shape = {4, 2, 64};
   config.max_tokens = 500;
@@ -241,9 +242,9 @@ TEST_CASE("errors of blocks name both values and leave a cache as it was") {
   CHECK(message_of([&] { narrow.cache.load(1, saved); }).find("key_units: cache 2, saved 3") !=
         std::string::npos);
   CHECK_FALSE(narrow.cache.contains(1));
-  // The same widths, another block to which they belong.
+  // 13 of 40 channels instead of 12 in the first block, in the same units.
   StarSettings wider = settings;
-  wider.quantizer.outlier_share = 0.25F;
+  wider.quantizer.outlier_share = 0.325F;
   Side<Blocks> apart(config, layer.basis, wider);
   CHECK(message_of([&] { apart.cache.load(1, saved); }).find("calibrated maps") !=
         std::string::npos);

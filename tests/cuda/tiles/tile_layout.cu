@@ -58,12 +58,16 @@ TEST_CASE("elements of a plain unit fill it") {
 TEST_CASE("budgets count with the tiles' sizes") {
   for (int dim = 16; dim <= 256; dim += 16) {
     for (const bool pre_rope : {false, true}) {
-      const gpu::HeadTiles plain = gpu::plain_tiles(dim, dim, gpu::plain_units(dim), pre_rope),
-                           scaled = gpu::scaled_tiles(plain);
-      CHECK(full_row_tile(dim, 0, pre_rope).bytes == plain.bytes);
-      CHECK(full_row_tile(dim, 0, pre_rope).rows == plain.rows);
-      CHECK(full_row_tile(dim, 8, pre_rope).bytes == scaled.bytes);
-      CHECK(full_row_tile(dim, 8, pre_rope).rows == scaled.rows);
+      for (const bool few : {false, true}) {
+        const gpu::HeadTiles full = gpu::plain_tiles(dim, dim, gpu::plain_units(dim), pre_rope),
+                             plain = pre_rope && few ? gpu::small_tiles(full) : full,
+                             scaled = gpu::scaled_tiles(plain);
+        CHECK(full_row_tile(dim, 0, pre_rope, few).bytes == plain.bytes);
+        CHECK(full_row_tile(dim, 0, pre_rope, few).rows == plain.rows);
+        CHECK(full_row_tile(dim, 8, pre_rope, few).bytes == scaled.bytes);
+        CHECK(full_row_tile(dim, 8, pre_rope, few).rows == scaled.rows);
+        CHECK(plain.value_offset * 2 == plain.bytes);
+      }
     }
   }
   std::mt19937 random(5);

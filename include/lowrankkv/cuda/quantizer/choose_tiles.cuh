@@ -36,7 +36,9 @@ LayerTiles choose_tiles(const CacheConfig& config, const LayerBasis& basis,
   LayerTiles tiles;
   tiles.full = plain_tiles(config.shape.head_dim, config.shape.head_dim,
                            plain_units(config.shape.head_dim), pre_rope);
-  tiles.listed = config.full_row_bits == 8 ? scaled_tiles(tiles.full) : tiles.full;
+  const bool few = compresses && most.full + most.spare_full <= kFewFullRows;
+  const HeadTiles paged = pre_rope && few ? small_tiles(tiles.full) : tiles.full;
+  tiles.listed = config.full_row_bits == 8 ? scaled_tiles(paged) : paged;
   tiles.page_bytes = config.page_bytes;
   if (compresses) {
     tiles.form = Codec::form;

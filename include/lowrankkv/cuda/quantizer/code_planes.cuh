@@ -4,55 +4,68 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <span>
+#include <utility>
 #include <vector>
 
+#include "lowrankkv/core/device_tiles.hpp"
 #include "lowrankkv/cuda/runtime/forms.cuh"
 #include "lowrankkv/quantizer/code_layout.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
 namespace cuda {
 
-/// @brief Splits codes into planes of 8, 4, 2 and 1 bits, most significant first. Channels of one
-/// plane width and scale group fill units of 32 channels.
-/// @param whole_bytes  a code of 8 bits is one plane; else two planes of 4 bits
-inline PartTiles code_planes(const CodeLayout& layout, bool whole_bytes) {
+namespace detail {
+
+/// Cuts the codes of one scale group into planes for the given units, and appends both.
+/// @param left  bits of every code that are in no plane yet
+inline void append_planes(const CodeLayout& layout, const ScaleGroup& group, const CodeUnits& units,
+                          std::vector<int>& left, PartTiles& result) {
+  for (const auto& [width, count] : {std::pair{8, units.eights}, std::pair{4, units.fours},
+                                     std::pair{2, units.twos}, std::pair{1, units.ones}}) {
+    const std::size_t end =
+        result.channels.size() + static_cast<std::size_t>(count) * std::size_t{kCodeUnit};
+    // A code may be in several planes of one width: first its upper bits.
+    for (int round = 0; round < 8 / width; ++round) {
+      for (int channel = group.first; channel < group.first + group.count; ++channel) {
+        const std::size_t at = static_cast<std::size_t>(channel);
+        if (left[at] < width || result.channels.size() == end) continue;
+        left[at] -= width;
+        result.channels.push_back({static_cast<std::int16_t>(channel), layout.bits[at],
+                                   static_cast<std::uint8_t>(left[at]),
+                                   static_cast<std::uint8_t>(width)});
+      }
+    }
+    result.padding_bits += static_cast<int>(end - result.channels.size()) * width;
+    result.channels.resize(end);
+    result.widths.insert(result.widths.end(), static_cast<std::size_t>(count),
+                         static_cast<std::uint8_t>(width));
+  }
+}
+
+/// Splits codes into planes.
+/// @param units_of  the units for the bits of one scale group
+template <class UnitsOf>
+PartTiles split_codes(const CodeLayout& layout, UnitsOf&& units_of) {
   PartTiles result;
   result.gains = layout.scale;
   result.norm_weights = layout.norm_weights;
-  // Bits of every code that are not in a plane yet.
   std::vector<int> left(layout.bits.begin(), layout.bits.end());
-  for (std::size_t group = 0; group < layout.groups.size(); ++group) {
-    const std::size_t first = static_cast<std::size_t>(layout.groups[group].first),
-                      end = first + static_cast<std::size_t>(layout.groups[group].count);
-    if (group == 1) {
+  for (std::size_t index = 0; index < layout.groups.size(); ++index) {
+    const ScaleGroup& group = layout.groups[index];
+    const std::size_t first = static_cast<std::size_t>(group.first);
+    if (index == 1) {
       result.first_coded = result.coded;
       result.first_units = static_cast<int>(result.widths.size());
     }
-    result.coded += layout.groups[group].count;
-    result.reference[group] = layout.scale == ScaleKind::norm_log8
+    result.coded += group.count;
+    result.reference[index] = layout.scale == ScaleKind::norm_log8
                                   ? layout.reference_norm
                                   : static_cast<float>(1 << (layout.bits[first] - 1));
-    for (const int width : {8, 4, 2, 1}) {
-      if (width == 8 && !whole_bytes) continue;
-      // A code wider than two planes of a width (8 as 4 + 4) takes a second round.
-      std::vector<TileChannel> channels;
-      for (int round = 0; round < 2; ++round) {
-        for (std::size_t channel = first; channel < end; ++channel) {
-          if (left[channel] < width) continue;
-          left[channel] -= width;
-          channels.push_back({static_cast<std::int16_t>(channel), layout.bits[channel],
-                              static_cast<std::uint8_t>(left[channel]),
-                              static_cast<std::uint8_t>(width)});
-        }
-      }
-      while (channels.size() % kCodeUnit != 0) {
-        channels.push_back({});
-        result.padding_bits += width;
-      }
-      result.widths.insert(result.widths.end(), channels.size() / kCodeUnit,
-                           static_cast<std::uint8_t>(width));
-      result.channels.insert(result.channels.end(), channels.begin(), channels.end());
-    }
+    append_planes(
+        layout, group,
+        units_of(std::span(layout.bits).subspan(first, static_cast<std::size_t>(group.count))),
+        left, result);
   }
   if (layout.groups.size() < 2) {
     result.first_coded = result.coded;
@@ -60,16 +73,29 @@ inline PartTiles code_planes(const CodeLayout& layout, bool whole_bytes) {
   }
   return result;
 }
-/// @brief Splits codes into planes, with 8-bit codes as one plane or two, whichever pads less.
+
+/// Units in which every plane of a width stands once in a code, as its binary digits say.
+inline CodeUnits units_by_digits(std::span<const std::uint8_t> bits) {
+  int counts[9] = {};
+  for (const int own : bits) {
+    for (const int width : {8, 4, 2, 1}) counts[width] += (own & width) != 0 ? 1 : 0;
+  }
+  const auto units = [&](int width) { return (counts[width] + kCodeUnit - 1) / kCodeUnit; };
+  return {units(8), units(4), units(2), units(1)};
+}
+
+}  // namespace detail
+
+/// @brief Splits codes into planes of 8, 4, 2 and 1 bits, most significant first, in the units that
+/// code_units() gives for each scale group.
 inline PartTiles code_planes(const CodeLayout& layout) {
-  PartTiles whole = code_planes(layout, true), split = code_planes(layout, false);
-  return whole.padding_bits <= split.padding_bits ? whole : split;
+  return detail::split_codes(layout, code_units);
 }
 
 /// @brief Planes of codes under bases that move. A channel is a whole code, so that the basis
 /// itself reads the tiles and an epoch stores nothing else.
 inline PartTiles moving_code_planes(const CodeLayout& layout) {
-  PartTiles result = code_planes(layout, true);
+  PartTiles result = detail::split_codes(layout, detail::units_by_digits);
   result.by_basis = true;
   return result;
 }
@@ -78,7 +104,7 @@ inline PartTiles moving_code_planes(const CodeLayout& layout) {
 /// bits; the last block of each bit count is padded. A block is one unit in every plane that its
 /// bits have. Within a scale group, bits must not increase from channel to channel.
 inline PartTiles joint_code_planes(const CodeLayout& layout) {
-  PartTiles result = code_planes(layout, true);
+  PartTiles result = detail::split_codes(layout, detail::units_by_digits);
   result.channels.clear();
   result.widths.clear();
   result.padding_bits = 0;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "lowrankkv/config.hpp"
+#include "lowrankkv/core/device_tiles.hpp"
 #include "lowrankkv/quantizer/code_layout.hpp"
 
 LOWRANKKV_NAMESPACE_BEGIN
@@ -21,7 +22,7 @@ inline constexpr int kPlainUnitBytes = 2 * kPlainRows * kPlainUnit;
 inline constexpr int kCodeRows = 64;  ///< rows of a tile of codes
 inline constexpr int kCodeUnit = 32;  ///< channels of a unit of a tile of codes
 /// Largest number of units of codes of one head's keys, or of its values.
-inline constexpr int kMaxUnits = 16;
+inline constexpr int kMaxUnits = kMaxCodeUnits;
 inline constexpr int kMaxHeadDim = 256;  ///< of keys and values
 /// Threads of the blocks that process flushed rows.
 inline constexpr int kStoreThreads = 256;

@@ -140,20 +140,20 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
                            MeasuredQueries queries, DeviceScores target, int first_sequence,
                            int list_blocks) {
   extern __shared__ __align__(128) std::uint8_t shared_memory[];
-  constexpr int steps = rotated_steps(max_units), tile_rows = steps * kPlainRows;
+  constexpr int steps = rotated_steps(max_units);
   const bool listed = static_cast<int>(blockIdx.x) < list_blocks;
   const int head = static_cast<int>(blockIdx.y), slot = batch.slots[blockIdx.z],
             head_dim = tables.head_dim, ring = tables.ring_rows(),
             index = static_cast<int>(blockIdx.x) - (listed ? 0 : list_blocks);
   const int warps = static_cast<int>(blockDim.x) / 32, warp = static_cast<int>(threadIdx.x) / 32,
             lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+  const HeadTiles& layout = listed ? tables.listed : tables.full;
   const int rows = listed ? tables.num_rows(RowList::full, slot, head) : ring,
-            tiles = (rows + tile_rows - 1) / tile_rows;  // in storage order
+            tiles = (rows + layout.rows - 1) / layout.rows;  // in storage order
   const int first = index * warps + warp,
             tile_stride =
                 (listed ? list_blocks : static_cast<int>(gridDim.x) - list_blocks) * warps;
   if (index * warps >= tiles) return;
-  const HeadTiles& layout = listed ? tables.listed : tables.full;
   const DeviceLengths lengths = tables.lengths[slot];
   const HeadRows lists = tables.rows[tables.index(slot, head)];
   RopeShared rope(shared_memory, tables.rotary, head_dim, nullptr);
@@ -179,13 +179,15 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
     for (int tile = first; tile < tiles; tile += tile_stride) {
       const std::uint8_t* here =
           listed ? tables.tile(tables.page_table(RowList::full, slot, head), layout, tile)
-                 : tables.tail_tile(slot, head, tile * tile_rows);
+                 : tables.tail_tile(slot, head, tile * layout.rows);
       TilePlaces<steps> places;
-      range.find(tile * tile_rows, places);
-      // Number of a row in its list or tail.
+      range.find(tile * layout.rows, places);
+      // Number of a row in its list or tail; beyond all rows where the tile has no such row.
       const auto index_of = [&](int i) {
-        const int row = tile * tile_rows + 8 * i + g;
-        return listed ? row : (row - lengths.tail_first + ring) % ring;
+        const int row = tile * layout.rows + 8 * i + g;
+        return 8 * i + g >= layout.rows ? INT32_MAX
+               : listed                 ? row
+                                        : (row - lengths.tail_first + ring) % ring;
       };
       float own[steps][2];
       const auto accumulate = [&](auto bytes) {
@@ -196,7 +198,8 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
             [&](int, auto&& use) {
               use([&](int at, std::uint32_t(&x)[steps][2], std::uint32_t(&y)[steps][2]) {
                 read_pairs<type, steps, in_bytes>(tables.rotary, here + layout.key_offset,
-                                                  layout.key_units, at, x, y);
+                                                  layout.key_units, at, x, y,
+                                                  layout.rows / kPlainRows);
               });
             },
             s);
@@ -269,13 +272,14 @@ void enqueue_pre_rope_scores(const State& layer, const Batch& batch, const Measu
                              cudaStream_t stream) {
   const LayerEdit& tables = layer.tables();
   const AttentionStep step = score_step(queries);
-  const auto start = [&](auto* kernel, int steps, int most_warps) {
+  const auto start = [&](auto* kernel, int most_warps) {
     const PreRopeLaunch launch(kernel, layer, most_warps, 0, 0, 0);
-    const auto blocks = [&](std::int64_t rows) {
-      return score_blocks(layer, batch, rows, steps * kPlainRows, launch.warps);
+    const auto blocks = [&](std::int64_t rows, const HeadTiles& tiles) {
+      return score_blocks(layer, batch, rows, tiles.rows, launch.warps);
     };
-    const int list_blocks = blocks(full_rows),
-              all_blocks = list_blocks + (target.data == nullptr ? 0 : blocks(tables.ring_rows()));
+    const int list_blocks = blocks(full_rows, tables.listed),
+              all_blocks = list_blocks +
+                           (target.data == nullptr ? 0 : blocks(tables.ring_rows(), tables.full));
     if (all_blocks == 0) return;
     const dim3 grid(static_cast<unsigned>(all_blocks), static_cast<unsigned>(tables.num_heads),
                     static_cast<unsigned>(batch.count));
@@ -286,9 +290,9 @@ void enqueue_pre_rope_scores(const State& layer, const Batch& batch, const Measu
   with_type<typename State::Kernels>(tables.full_type, [&](auto type) {
     with_scaled<typename State::Kernels>(tables.listed.scaled, [&](auto scaled) {
       if (tables.full.key_units <= 8)
-        start(pre_rope_scores_kernel<type(), 8, scaled()>, rotated_steps(8), pre_rope_warps(8));
+        start(pre_rope_scores_kernel<type(), 8, scaled()>, pre_rope_warps(8));
       else
-        start(pre_rope_scores_kernel<type(), 16, scaled()>, rotated_steps(16), pre_rope_warps(16));
+        start(pre_rope_scores_kernel<type(), 16, scaled()>, pre_rope_warps(16));
     });
   });
 }

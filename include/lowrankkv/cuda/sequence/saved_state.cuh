@@ -56,6 +56,7 @@ inline LayerDescription describe_layer(const LayerState& layer) {
     add("rope frequencies", checksum(std::as_bytes(std::span(frequencies))));
   }
   add("rows of a tail", tables.tail_tiles * tables.full.rows);
+  add("rows of a tile of full rows", tables.listed.rows);
   add("listed full rows", tables.positions[0] != nullptr);
   add("listed compressed rows", tables.positions[1] != nullptr);
   add("accumulated scores of rows", tables.tail_scores != nullptr);

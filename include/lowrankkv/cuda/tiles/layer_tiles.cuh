@@ -21,7 +21,9 @@ struct LayerTiles {
   CodedForm form = CodedForm::none;
   DType coded_type = DType::f16;  ///< of plain tiles of coefficients
   HeadTiles full;                 ///< of tails and of packed prompts
-  HeadTiles listed;               ///< of full rows in pages: as `full`, or in 8 bits
+  /// Of full rows in pages: as `full`, or in 8 bits; of 16 rows, where they are few and keys are
+  /// pre-RoPE (kFewFullRows).
+  HeadTiles listed;
   /// By head; with joint values, the groups of heads follow. Empty: nothing is compressed.
   std::vector<HeadTiles> compressed;
   /// Bases move, and channels of codes must remain principal axes. Then `units` and `rotations` are
@@ -104,6 +106,14 @@ inline HeadTiles plain_tiles(int key_channels, int value_channels, int most_unit
   tiles.rows = kPlainRows * (pre_rope ? rotated_steps(most_units) : plain_steps(most_units));
   tiles.value_offset = tiles.rows / kPlainRows * tiles.key_units * kPlainUnitBytes;
   tiles.bytes = tiles.rows / kPlainRows * (tiles.key_units + tiles.value_units) * kPlainUnitBytes;
+  return tiles;
+}
+
+/// @brief The layout of plain tiles of 16 rows, from that of more rows.
+inline HeadTiles small_tiles(HeadTiles tiles) {
+  tiles.value_offset /= tiles.rows / kPlainRows;
+  tiles.bytes /= tiles.rows / kPlainRows;
+  tiles.rows = kPlainRows;
   return tiles;
 }
 

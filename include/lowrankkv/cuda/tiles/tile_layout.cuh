@@ -14,7 +14,7 @@
 /// A tile of codes holds 64 rows. First come 64 gains of the keys and 64 of the values, 8 bits each
 /// or f16. With two scale groups every row has two gains, and the gains of the second group follow
 /// those of the first. Then come the codes of the keys and those of the values, scale group after
-/// scale group, in units of 32 channels. All codes of a unit have one width: 8, 4, 2 or 1 bits; a
+/// scale group, in units of 32 planes. All planes of a unit have one width: 8, 4, 2 or 1 bits; a
 /// unit takes 256 bytes per bit.
 ///
 /// A unit of codes holds operands of mma.m16n8k32 (u8 x s8). One AND turns four codes into an

@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
     return;
   }
   static_assert((!scaled || recent) && (!segmented || coded));
-  // Tiles of a tail are laid out as `listed`, or as `full` if full rows in pages are in 8 bits.
+  // Tiles of a tail are laid out as `full`.
   const HeadTiles layout = coded ? tables.compressed[head] : prompt ? tables.full : tables.listed;
   const std::uint8_t* const rows_of_prompt =
       step.prompt + static_cast<std::size_t>(head) * static_cast<std::size_t>(step.prompt_tiles) *
@@ -278,6 +278,9 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
             lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
   const int key_units = layout.key_units, value_units = layout.value_units;
   int key_bytes = layout.value_offset, tile_bytes = layout.bytes;
+  // Rows of a stored tile. Tiles of full rows in pages may have fewer than a warp processes at
+  // once.
+  int stored_rows = tile_rows;
   TileRing<kPreRopeStages> ring(shared_memory + warp * kPreRopeStages * stage_bytes, barriers[warp],
                                 stage_bytes);
   // A prompt's tiles are not in pages.
@@ -297,16 +300,17 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
   // Starts an entry: its first tiles are in flight afterwards.
   const auto begin = [&](int entry) {
     tail = recent && entry == 0;
-    if (scaled) {
+    if (recent) {
       key_bytes = tail ? tables.full.value_offset : layout.value_offset;
       tile_bytes = tail ? tables.full.bytes : layout.bytes;
+      stored_rows = tail ? tile_rows : layout.rows;
     }
     [[maybe_unused]] int segment = 0;
     if constexpr (segmented)
       rows_of = tables.segment_of_split(slot, head, list_rows, entry, segment);
     const int splits = tail ? 1 : rows_of.splits,
               first_tile = segmented ? rows_of.begin / tile_rows : 0;
-    const int tiles = ((tail ? tables.ring_rows() : rows_of.end) + tile_rows - 1) / tile_rows,
+    const int tiles = ((tail ? tables.ring_rows() : rows_of.end) + stored_rows - 1) / stored_rows,
               per_split = (tiles - first_tile + splits - 1) / splits;
     first = tail ? 0 : first_tile + (recent ? entry - 1 : entry - rows_of.first_split) * per_split;
     last = min(tiles, first + per_split);
@@ -371,7 +375,7 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
         next = tile_at(tile + warps);
         const std::uint8_t* here = ring.wait();
         TilePlaces<steps> places;
-        range.find(tile * tile_rows, places);
+        range.find(tile * stored_rows, places);
         float s[steps][4];
         if constexpr (coded) {
           const auto with_map = [&](const uint4* operands) {
@@ -387,9 +391,9 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
               tables.rotary, rope, head_dim, rotated, places,
               [&](int, auto&& use) {
                 use([&](int at, std::uint32_t(&x)[steps][2], std::uint32_t(&y)[steps][2]) {
-                  read_pairs<type, steps, in_bytes>(tables.rotary,
-                                                    here + (in_bytes ? layout.key_offset : 0),
-                                                    key_units, at, x, y);
+                  read_pairs<type, steps, in_bytes>(
+                      tables.rotary, here + (in_bytes ? layout.key_offset : 0), key_units, at, x, y,
+                      recent ? stored_rows / kPlainRows : steps);
                 });
               },
               s);
@@ -417,7 +421,7 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
           }
         }
         // Rows of the tile that the column sees.
-        const int seen = (prompt ? limit : range.rows) - tile * tile_rows;
+        const int seen = min(stored_rows, (prompt ? limit : range.rows) - tile * stored_rows);
         // Rows of the tile that belong to earlier epochs.
         const int before = segmented ? first_row - tile * tile_rows : 0;
         if (range.tail || before > 0 || __any_sync(~0U, seen < tile_rows)) {
@@ -426,7 +430,7 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
             const int at = 8 * i + g;
             if (at >= seen || at < before ||
                 (range.tail &&
-                 (tile * tile_rows + at - range.lengths.tail_first + range.rows) % range.rows >=
+                 (tile * stored_rows + at - range.lengths.tail_first + range.rows) % range.rows >=
                      limit))
               logits[i / 2][i % 2] = -INFINITY;
           }
@@ -457,6 +461,7 @@ __global__ void __launch_bounds__(32 * pre_rope_warps(max_units))
         const std::uint8_t* values = ring.wait();
 #pragma unroll
         for (int i = 0; i < steps; ++i) {
+          if (recent && i * kPlainRows >= stored_rows) continue;
 #pragma unroll
           for (int unit = 0; unit < max_units; ++unit) {
             if (unit >= value_units) continue;

@@ -338,10 +338,11 @@ __device__ __forceinline__ uint4 half_words(const uint4& words) {
 
 /// @brief Reads eight pairs of channels, in RoPE order, of full-rank rows from the keys of a
 /// plain tile. Keys in 8 bits come out in units of their row's step.
+/// @param stored  multiples of 16 rows that the tile has; rows beyond them are zeros
 template <DType type, int steps, bool in_bytes>
 __device__ __forceinline__ void read_pairs(const Rotary& rotary, const std::uint8_t* keys,
                                            int key_units, int block, std::uint32_t (&x)[steps][2],
-                                           std::uint32_t (&y)[steps][2]) {
+                                           std::uint32_t (&y)[steps][2], int stored = steps) {
   const bool rope = kRopePairs * block < rotary.pairs, split = rope && !rotary.interleaved;
   // The two blocks of eight channels that hold the pairs.
   const int a = split ? block : 2 * block,
@@ -361,7 +362,8 @@ __device__ __forceinline__ void read_pairs(const Rotary& rotary, const std::uint
   };
 #pragma unroll
   for (int i = 0; i < steps; ++i) {
-    const uint2 first = read(i, a), second = read(i, b);
+    const uint2 first = i < stored ? read(i, a) : uint2{},
+                second = i < stored ? read(i, b) : uint2{};
     x[i][0] = first.x;
     x[i][1] = first.y;
     y[i][0] = second.x;
