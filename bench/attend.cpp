@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // One decode step of one layer (32 query heads, 8 KV heads, head_dim 128): FullKV beside
 // StaticPCAHybrid at rank 32 and 77, beside full rows in 8 bits and transform codes at 2.5 bits,
-// and beside pre-RoPE keys: up-projected (groups of 4), folded (8 query heads).
+// and beside pre-RoPE keys: up-projected (groups of 4), folded (8 query heads). Layers of few KV
+// heads (BM_*_heads) have 4 query heads for each; there a step's threads share the rows of a head.
 //
 // Floor of a step: stored bytes read once at the machine's streaming rate (measured here:
 // BM_stream), or 2 products per stored coefficient and query head at its f32 FMA rate, whichever is
@@ -24,7 +25,6 @@
 namespace {
 
 using namespace lowrankkv;
-constexpr CacheShape kShape{32, 8, 128};
 
 std::vector<float> rows(std::int64_t count, std::uint64_t seed) {
   std::mt19937_64 random(seed);
@@ -34,9 +34,9 @@ std::vector<float> rows(std::int64_t count, std::uint64_t seed) {
   return values;
 }
 
-LayerBasis basis(int rank) {
+LayerBasis basis(int rank, int kv_heads = 8) {
   LayerBasis layer;
-  for (int h = 0; h < kShape.num_kv_heads; ++h) {
+  for (int h = 0; h < kv_heads; ++h) {
     HeadBasis head;
     head.key_rank = head.value_rank = rank;
     const auto values = rows(std::int64_t{128} * rank, static_cast<std::uint64_t>(h));
@@ -83,19 +83,20 @@ BENCHMARK(BM_stream)->Unit(benchmark::kMillisecond)->UseRealTime();
 
 template <class Cache>
 void attend(benchmark::State& state, const LayerBasis& maps, Rope form = Rope::post,
-            int query_heads = 32, int full_row_bits = 0) {
+            int query_heads = 32, int full_row_bits = 0, int heads = 8) {
   const std::int64_t n = state.range(0);
-  CacheConfig config{.shape = {query_heads, 8, 128},
+  CacheConfig config{.shape = {query_heads, heads, 128},
                      .max_tokens = n + 1,
                      .num_threads = static_cast<int>(state.range(1))};
   config.rope.keys = form;
   config.full_row_bits = full_row_bits;
   Cache cache(config, maps);
   cache.create(0);
-  const auto k = rows(1024 * 8 * 128, 2);
+  const auto k = rows(1024 * heads * 128, 2);
   for (std::int64_t done = 0; done < n; done += 1024)
-    cache.ingest(0, {k.data(), 1024, 8, 128}, {k.data(), 1024, 8, 128}, {}, Prompt::complete);
-  cache.append(0, {k.data(), 1, 8, 128}, {k.data(), 1, 8, 128});
+    cache.ingest(0, {k.data(), 1024, heads, 128}, {k.data(), 1024, heads, 128}, {},
+                 Prompt::complete);
+  cache.append(0, {k.data(), 1, heads, 128}, {k.data(), 1, heads, 128});
   const auto q = rows(query_heads * 128, 3);
   std::vector<float> out(q.size());
   const double stream = stream_rate();
@@ -106,7 +107,7 @@ void attend(benchmark::State& state, const LayerBasis& maps, Rope form = Rope::p
   state.counters["bytes"] = bytes;
   state.counters["of_stream"] =
       benchmark::Counter(bytes / stream, benchmark::Counter::kIsIterationInvariantRate);
-  state.counters["x_f16"] = bytes / (static_cast<double>(n) * 8 * 128 * 4);
+  state.counters["x_f16"] = bytes / (static_cast<double>(n) * heads * 128 * 4);
   state.counters["bytes/s"] =
       benchmark::Counter(bytes, benchmark::Counter::kIsIterationInvariantRate);
 }
@@ -115,8 +116,8 @@ void BM_full_8_bits(benchmark::State& state) { attend<FullKV<>>(state, {}, Rope:
 void BM_rank_32(benchmark::State& state) { attend<StaticPCAHybrid<>>(state, basis(32)); }
 void BM_rank_77(benchmark::State& state) { attend<StaticPCAHybrid<>>(state, basis(77)); }
 /// 32 channels at 4 bits and 96 at 2, of keys and of values.
-LayerBasis coded_basis() {
-  LayerBasis layer = basis(128);
+LayerBasis coded_basis(int kv_heads = 8) {
+  LayerBasis layer = basis(128, kv_heads);
   for (HeadBasis& head : layer.heads) {
     head.key_bits.assign(128, 2);
     std::fill_n(head.key_bits.begin(), 32, std::uint8_t{4});
@@ -137,6 +138,22 @@ void BM_rank_32_one_head_groups(benchmark::State& state) {
 }
 void BM_rank_32_one_head_groups_unrotated(benchmark::State& state) {
   attend<StaticPCAHybrid<>>(state, basis(32), Rope::pre, 8);
+}
+/// 4 query heads a KV head, as many of these as the third argument says.
+template <class Cache>
+void few_heads(benchmark::State& state, const LayerBasis& maps, Rope form = Rope::post) {
+  const int heads = static_cast<int>(state.range(2));
+  attend<Cache>(state, maps, form, 4 * heads, 0, heads);
+}
+void BM_full_heads(benchmark::State& state) { few_heads<FullKV<>>(state, {}); }
+void BM_rank_32_heads(benchmark::State& state) {
+  few_heads<StaticPCAHybrid<>>(state, basis(32, static_cast<int>(state.range(2))));
+}
+void BM_codes_heads(benchmark::State& state) {
+  few_heads<Coded>(state, coded_basis(static_cast<int>(state.range(2))));
+}
+void BM_codes_unrotated_heads(benchmark::State& state) {
+  few_heads<Coded>(state, coded_basis(static_cast<int>(state.range(2))), Rope::pre);
 }
 #define LOWRANKKV_SHAPES              \
   ->ArgNames({"n", "threads"})        \
@@ -162,6 +179,23 @@ BENCHMARK(BM_codes_unrotated) LOWRANKKV_SHAPE;
 BENCHMARK(BM_rank_32_unrotated) LOWRANKKV_SHAPE;
 BENCHMARK(BM_rank_32_one_head_groups) LOWRANKKV_SHAPE;
 BENCHMARK(BM_rank_32_one_head_groups_unrotated) LOWRANKKV_SHAPE;
+#define LOWRANKKV_HEADS                 \
+  ->ArgNames({"n", "threads", "heads"}) \
+      ->Args({16384, 1, 1})             \
+      ->Args({16384, 2, 1})             \
+      ->Args({131072, 1, 1})            \
+      ->Args({131072, 2, 1})            \
+      ->Args({65536, 1, 2})             \
+      ->Args({65536, 2, 2})             \
+      ->Args({16384, 1, 8})             \
+      ->Args({16384, 2, 8})             \
+      ->Unit(benchmark::kMillisecond)   \
+      ->UseRealTime()                   \
+      ->MinTime(0.5)
+BENCHMARK(BM_full_heads) LOWRANKKV_HEADS;
+BENCHMARK(BM_rank_32_heads) LOWRANKKV_HEADS;
+BENCHMARK(BM_codes_heads) LOWRANKKV_HEADS;
+BENCHMARK(BM_codes_unrotated_heads) LOWRANKKV_HEADS;
 
 }  // namespace
 

@@ -116,6 +116,21 @@ TEST_CASE("append and attend allocate nothing") {
   }
 }
 
+TEST_CASE("attend to splits on several threads allocates nothing") {
+  support::Random random(4);
+  const int n = 6500;
+  const auto q = support::random_rows(random, 1, 8, 64), k = support::random_rows(random, n, 2, 64);
+  StaticPCAHybrid<> cache({.shape = kShape, .max_tokens = n, .num_threads = 2}, basis());
+  cache.create(0);
+  cache.ingest(0, {k.data(), n - 1, 2, 64}, {k.data(), n - 1, 2, 64});
+  cache.append(0, {k.data(), 1, 2, 64}, {k.data(), 1, 2, 64});
+  std::vector<float> out(8 * 64);
+  const long before = allocations;
+  for (int step = 0; step < 3; ++step)
+    cache.attend(0, {q.data(), 1, 8, 64}, {out.data(), 1, 8, 64});
+  CHECK(allocations == before);
+}
+
 TEST_CASE("a caller's memory can be the pool") {
   std::vector<std::byte> memory(64 * 4096);
   auto pool = std::make_shared<Cpu::Pool>(memory.data(), 4096, 64);

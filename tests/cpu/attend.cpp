@@ -8,9 +8,12 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <random>
+#include <stdexcept>
 #include <vector>
 
+#include "lowrankkv/cpu/thread_pool.hpp"
 #include "lowrankkv/presets.hpp"
 #include "support/effort.hpp"
 
@@ -270,6 +273,149 @@ TEST_CASE("full rows in 8 bits in place: any head_dim, group, length and page") 
                              query = normal(random, std::int64_t{group} * heads * dim);
     FullKV<> cache(config);
     CHECK(error_of(cache, shape, n, query, keys, values) < 3e-6);
+  }
+}
+
+namespace {
+
+/// An engine's threads: here one that does everything, last task first, under changing numbers, and
+/// throws half-way through the run after `good_runs` of them.
+class Scattered final : public cpu::Executor {
+ public:
+  int num_threads() const override { return 3; }
+  int good_runs = -1;
+
+ protected:
+  void run_tasks(std::int64_t num_tasks, const Tasks& tasks) override {
+    const bool fails = good_runs-- == 0;
+    for (std::int64_t task = num_tasks; task-- > 0;) {
+      if (fails && task == num_tasks / 2) throw std::runtime_error("an executor");
+      tasks(task, static_cast<int>(task % 3));
+    }
+  }
+};
+
+/// A cache's answers to the query of its last token.
+template <class Cache>
+std::vector<float> answer(Cache& cache, const CacheShape& shape, const std::vector<float>& query) {
+  std::vector<float> out(query.size());
+  cache.attend(0, {query.data(), 1, shape.num_qo_heads, shape.head_dim},
+               {out.data(), 1, shape.num_qo_heads, shape.head_dim});
+  return out;
+}
+/// `rows` of a token each, one after the other.
+std::vector<float> joined(const std::vector<float>& rows, const std::vector<float>& more) {
+  std::vector<float> both(rows);
+  both.insert(both.end(), more.begin(), more.end());
+  return both;
+}
+
+/// A sequence of several splits: `exact`, answers are those of float64 over what is stored; in any
+/// case they have the same bits on every executor, in a batch with a fork, and beside another
+/// query.
+template <class Cache>
+void check_splits(std::mt19937_64& random, CacheConfig config, const LayerBasis& basis,
+                  const typename Cache::PolicySet& policies, bool exact) {
+  const CacheShape shape = config.shape;
+  const int heads = shape.num_kv_heads, dim = shape.head_dim;
+  const std::int64_t n = config.max_tokens - 8, row = std::int64_t{heads} * dim;
+  const std::vector<float> keys = normal(random, n * row), values = normal(random, n * row, 1.0F);
+  const std::vector<float> query = normal(random, std::int64_t{shape.num_qo_heads} * dim),
+                           other = normal(random, std::int64_t{shape.num_qo_heads} * dim);
+  CAPTURE(n);
+  CAPTURE(heads);
+  CAPTURE(shape.num_qo_heads);
+  std::vector<float> first, first_pair;
+  const std::vector<std::shared_ptr<cpu::Executor>> executors = {
+      std::make_shared<cpu::ThreadPool>(1), std::make_shared<cpu::ThreadPool>(2),
+      std::make_shared<cpu::ThreadPool>(5), std::make_shared<Scattered>()};
+  for (const std::shared_ptr<cpu::Executor>& executor : executors) {
+    Cache cache(config, basis, policies, nullptr, executor);
+    cache.create(0);
+    for (std::int64_t done = 0; done < n;) {
+      const std::int64_t count = (std::min)(std::int64_t{1024}, n - done);
+      cache.append_maintained(0, {keys.data() + done * row, count, heads, dim},
+                              {values.data() + done * row, count, heads, dim});
+      done += count;
+    }
+    const std::vector<float> got = answer(cache, shape, query);
+    if (first.empty()) {
+      first = got;
+      if (exact) {
+        std::vector<float> stored_keys(keys.size()), stored_values(values.size());
+        cache.reconstruct(0, 0, {stored_keys.data(), n, heads, dim},
+                          {stored_values.data(), n, heads, dim});
+        CHECK(distance(got, attention(shape, query, stored_keys, stored_values)) < 3e-6);
+      }
+    }
+    CHECK(got == first);
+    // In a batch.
+    cache.fork(0, 1);
+    const std::vector<SequenceId> seqs{0, 1};
+    std::vector<float> two = joined(query, query), outs(two.size());
+    cache.attend(seqs, {two.data(), 2, shape.num_qo_heads, dim},
+                 {outs.data(), 2, shape.num_qo_heads, dim});
+    CHECK(outs == joined(first, first));
+    // Beside the query of the token before.
+    two = joined(other, query);
+    cache.attend(0, {two.data(), 2, shape.num_qo_heads, dim},
+                 {outs.data(), 2, shape.num_qo_heads, dim});
+    CHECK(std::equal(first.begin(), first.end(), outs.begin() + std::ssize(query)));
+    if (first_pair.empty()) first_pair = outs;
+    CHECK(outs == first_pair);
+  }
+}
+
+}  // namespace
+
+TEST_CASE("splits of long sequences: float64, and the same bits however they are computed") {
+  std::mt19937_64 random(27);
+  for (int round = 0; round < 8 * support::effort(); ++round) {
+    const int group = round % 4 == 3 ? 1 : drawn(random, 1, 4), heads = drawn(random, 1, 3);
+    const int dim = 2 * drawn(random, 4, 20);
+    const CacheShape shape{group * heads, heads, dim};
+    CacheConfig config{.shape = shape, .max_sequences = 2, .max_tokens = drawn(random, 4700, 9000)};
+    config.full_type = config.epoch_type = DType::f32;
+    const bool pre_rope = round % 4 >= 2;
+    if (pre_rope) config.rope.keys = Rope::pre;
+    const int rank = drawn(random, 4, dim);
+    LayerBasis basis = first_channels(shape, rank, rank);
+    CAPTURE(round);
+    if (round % 2 == 0) {
+      typename OjaKVv2<>::PolicySet policies;
+      policies.quantizer.type = DType::f32;
+      check_splits<OjaKVv2<>>(random, config, basis, policies, !pre_rope);
+    } else {
+      using Coded = CompressedKVCache<Cpu, PerHead, Static, SinkRecent, TransformCode>;
+      for (HeadBasis& head : basis.heads) {
+        head.key_bits = head.value_bits = random_bits(random, rank);
+        head.key_rms.assign(static_cast<std::size_t>(rank), 1.0F);
+        head.value_rms = head.key_rms;
+        head.value_mean.assign(static_cast<std::size_t>(dim), 1.0F);
+      }
+      typename Coded::PolicySet policies;
+      policies.token_policy = {drawn(random, 0, 600), drawn(random, 1, 40)};
+      policies.basis.centred = true;
+      check_splits<Coded>(random, config, basis, policies, !pre_rope);
+    }
+  }
+}
+
+TEST_CASE("splits of long sequences: an executor's failure changes nothing") {
+  std::mt19937_64 random(28);
+  const CacheShape shape{4, 2, 32};
+  const auto executor = std::make_shared<Scattered>();
+  FullKV<> cache({.shape = shape, .max_tokens = 9000}, {}, {}, nullptr, executor);
+  const std::vector<float> rows = normal(random, 8500 * 64), query = normal(random, 4 * 32);
+  cache.create(0);
+  cache.append_maintained(0, {rows.data(), 8500, 2, 32}, {rows.data(), 8500, 2, 32});
+  const std::vector<float> first = answer(cache, shape, query);
+  const std::size_t bytes = cache.memory(0).total();
+  for (const int good_runs : {0, 1}) {
+    executor->good_runs = good_runs;
+    CHECK_THROWS_AS(answer(cache, shape, query), std::runtime_error);
+    CHECK(answer(cache, shape, query) == first);
+    CHECK(cache.memory(0).total() == bytes);
   }
 }
 

@@ -160,16 +160,19 @@ class AttentionWorkspace {
       folded_mean.resize(dim + 1);
     }
     values.resize(width * kTile);
-    statistics_.resize(4 * rows);
-    accumulators_.resize(2 * rows * width);
+    statistics_.resize(6 * rows);
+    accumulators_.resize(3 * rows * width);
   }
   int max_rows() const { return rows_; }
-  /// State 0 belongs to the block, in head_dim channels; state 1 to the segment being read.
-  PartialState state(int index) {
+  /// @brief The most channels of a state: the stride that state() has room for.
+  int width() const { return width_; }
+  /// @brief A state of rows of `stride` channels. State 0 belongs to the block; state 1 to the
+  /// segment being read; state 2 to the part of a split that is merged into either.
+  PartialState state(int index, int stride) {
     const std::size_t rows = static_cast<std::size_t>(rows_);
     const std::size_t which = static_cast<std::size_t>(index);
     return {statistics_.data() + 2 * which * rows, statistics_.data() + (2 * which + 1) * rows,
-            accumulators_.data() + which * rows * static_cast<std::size_t>(width_), width_};
+            accumulators_.data() + which * rows * static_cast<std::size_t>(width_), stride};
   }
   std::size_t bytes() const {
     return 4 * (row.size() + map.size() + query.size() + projected.size() + expanded.size() +

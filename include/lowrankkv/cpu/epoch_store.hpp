@@ -3,6 +3,7 @@
 /// sequence that uses them.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -115,9 +116,16 @@ struct EpochHead {
  private:
   void scale_columns(Part part, float* target, int stride, int rows, bool divide) const {
     const StoredMatrix& scale = part == Part::key ? key_scale : value_scale;
-    for (int col = 0; col < scale.cols; ++col) {
-      const float factor = divide ? 1.0F / scale.at(col) : scale.at(col);
-      for (int row = 0; row < rows; ++row) target[row * stride + col] *= factor;
+    constexpr int kTogether = 64;
+    float factors[kTogether];
+    for (int first = 0; first < scale.cols; first += kTogether) {
+      const int count = (std::min)(kTogether, scale.cols - first);
+      for (int col = 0; col < count; ++col)
+        factors[col] = divide ? 1.0F / scale.at(first + col) : scale.at(first + col);
+      for (int row = 0; row < rows; ++row) {
+        float* numbers = target + row * stride + first;
+        for (int col = 0; col < count; ++col) numbers[col] *= factors[col];
+      }
     }
   }
 };

@@ -36,6 +36,10 @@ struct LayerSizes {
   std::int64_t num_pages = 0;  ///< most pages that all sequences at full length can need
 };
 
+/// @brief KV heads a thread from which on splits of a head do not run apart: the threads are busy
+/// without.
+inline constexpr int kHeadsPerThread = 4;
+
 /// @brief The CPU backend's layer.
 template <class BasisPolicy, class Updater, class TokenPolicy, class Quantizer, class EpochPolicy>
 class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, EpochPolicy> {
@@ -142,6 +146,14 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
       this->workspaces.emplace_back(settings.shape.head_dim, widest, settings.shape.group_size(),
                                     this->stores_pre_rope());
     }
+    const int splits = splits_of(settings.max_tokens);
+    if (splits > 1 && heads < kHeadsPerThread * this->threads->num_threads() &&
+        this->threads->num_threads() > 1) {
+      // A list's parts and those of the next one share a split: a place more for every list.
+      head_parts_ = splits + EpochPolicy::max_epochs + 3;
+      part_states_.resize(static_cast<std::size_t>(heads) * static_cast<std::size_t>(head_parts_) *
+                          static_cast<std::size_t>(part_size()));
+    }
   }
   Layer(const Layer&) = delete;  // the row lists point into this object
   Layer& operator=(const Layer&) = delete;
@@ -193,6 +205,8 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
     const std::int64_t tokens = count > 0 ? block_of(0).query.num_tokens : 0;
     const std::int64_t pieces = (tokens + per_task - 1) / per_task;
     const std::int64_t heads = this->num_kv_heads();
+    if (count == 1 && tokens == 1 && !prompt && attend_splits_apart(slot_of(0), block_of(0)))
+      return;
     this->threads->run(count * heads * pieces, [&](std::int64_t task, int thread) {
       // Later pieces see more rows. Start with them, so that all threads finish at about one time.
       const std::int64_t piece = pieces - 1 - task / (count * heads);
@@ -253,7 +267,7 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
       tails -= static_cast<std::size_t>(this->table.lengths(slot).tail_length) *
                this->tail.token_bytes();
     }
-    std::size_t work = 0;
+    std::size_t work = 4 * part_states_.size();
     for (const AttentionWorkspace& workspace : this->workspaces) work += workspace.bytes();
     return tails + work + this->table.bytes() + this->rotary.bytes();
   }
@@ -271,6 +285,51 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
   ::lowrankkv::detail::SequenceTable sequences;  ///< maps the engine's ids to slots
 
  private:
+  /// Numbers of the state of a part, of one query token.
+  std::ptrdiff_t part_size() const {
+    return std::ptrdiff_t{this->config.shape.group_size()} * (this->workspaces[0].width() + 2);
+  }
+  /// The state of a part of a head (HeadAttention), of one query token. Parts in order differ in
+  /// their split or list, and neither falls.
+  PartialState part_state(std::int64_t head, int list, int split, int stride) {
+    const int group = this->config.shape.group_size();
+    float* values = part_states_.data() + (head * head_parts_ + list + split) * part_size();
+    return {values, values + group, values + 2 * group, stride};
+  }
+  /// Attention of one token of one sequence, with the splits of a head on several threads: where
+  /// heads alone leave threads idle. It computes what attend_block() does, in its order.
+  /// @return false, and nothing is done, if heads have one split, or are enough
+  bool attend_splits_apart(int slot, const QueryBlock& block) {
+    const std::int64_t heads = this->num_kv_heads();
+    if (part_states_.empty()) return false;
+    int splits = 1;
+    for (int head = 0; head < heads; ++head)
+      splits = (std::max)(splits, num_splits(stored_head(slot, head, false)));
+    if (splits == 1) return false;
+    const auto of_head = [&](std::int64_t head, int thread, auto&& use) {
+      const StoredHead<Quantizer> stored = stored_head(slot, static_cast<int>(head), false);
+      use(HeadAttention<Quantizer>(stored, block, 0, 1,
+                                   this->workspaces[static_cast<std::size_t>(thread)]));
+    };
+    // Last the recent rows: they are few.
+    this->threads->run(heads * (splits + 1), [&](std::int64_t task, int thread) {
+      const std::int64_t head = task % heads;
+      of_head(head, thread, [&](HeadAttention<Quantizer>&& attention) {
+        const int split = static_cast<int>(task / heads);
+        attention.compute_split(split, [&](int list, int of_split) {
+          return part_state(head, list, of_split, attention.width_of(list));
+        });
+      });
+    });
+    this->threads->run(heads, [&](std::int64_t head, int thread) {
+      of_head(head, thread, [&](HeadAttention<Quantizer>&& attention) {
+        attention.merge([&](int list, int split, const PartialState&) {
+          return part_state(head, list, split, attention.width_of(list));
+        });
+      });
+    });
+    return true;
+  }
   /// Whether pre-RoPE keys are rotated in folded form: while decoding, in groups of one head. This
   /// depends only on the configuration and the phase. The two forms round differently, and results
   /// must not depend on how a stream was split into calls.
@@ -322,6 +381,9 @@ class Layer : public LayerState<BasisPolicy, Updater, TokenPolicy, Quantizer, Ep
   }
 
   mutable std::vector<float> row_;
+  // Where splits run apart: room for the states of parts of a head; otherwise none.
+  int head_parts_ = 0;
+  std::vector<float> part_states_;
 };
 
 }  // namespace cpu
