@@ -56,7 +56,7 @@ int main(int argc, char** argv) try {
   //! [load]
   const auto layers = lowrankkv::calibrate::load_moments(argv[1], kShape, kLayers);
   lowrankkv::calibrate::BudgetOptions options{.ratio = 0.35, .context = prompt + steps};
-  options.for_cuda();  // channels and widths that suit its kernels
+  options.for_cuda();  // bytes as its tiles and pages take them
   const auto model = lowrankkv::calibrate::budgeted(layers, options);
   lowrankkv::CacheConfig config{.shape = kShape, .max_tokens = options.context};
   config.rope = layers.front().rope();

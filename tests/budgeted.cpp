@@ -99,6 +99,23 @@ TEST_CASE(
                        ValueError);
 }
 
+TEST_CASE("a budget keeps within the units of codes that a kernel set has") {
+  std::mt19937_64 random(19);
+  const auto model = random_model(random, {4, 2, 64}, 2, 300);
+  calibrate::BudgetOptions device;
+  device.ratio = 0.3;
+  device.context = 2000;
+  for (const int most : {1, 3}) {
+    device.max_code_units = most;
+    for (const LayerBasis& layer : calibrate::budgeted(model, device.for_cuda()).bases) {
+      for (const HeadBasis& head : layer.heads) {
+        CHECK(code_units(head.key_bits).count() <= most);
+        CHECK(code_units(head.value_bits).count() <= most);
+      }
+    }
+  }
+}
+
 TEST_CASE("a budget chooses the page size that leaves most bytes for codes") {
   std::mt19937_64 random(11);
   const CacheShape shape{4, 2, 64};

@@ -50,6 +50,9 @@ struct BudgetOptions {
   /// larger. Negative: a quarter of head_dim with post-RoPE keys, 16 with pre-RoPE keys, whose
   /// up-projection takes most of the time, and that of four units of keys at a time.
   double unit_bits = -1.0;
+  /// On the Cuda backend: the most units of a head's keys, or of its values, 1 to kMaxCodeUnits.
+  /// Fewer where the caches' KernelSet has fewer.
+  int max_code_units = kMaxCodeUnits;
   float step_scale = 1.0F;       ///< TransformCode::step_scale
   double metric_floor = 1e-3;    ///< smallest eigenvalue of a metric, relative to its mean
   DType full_type = DType::f16;  ///< of rows at full rank: CacheConfig::full_type
@@ -502,7 +505,8 @@ std::vector<std::vector<std::uint8_t>> allocate_on_device(
     const CacheShape& shape, std::span<const Eigen::MatrixX<Real>> errors,
     std::span<const std::vector<std::uint8_t>> no_bits, double limit, std::size_t page_bytes,
     BudgetOptions& options, std::span<const int> full_row_bits) {
-  const UnitAllocation units(errors, options.widths, options.pre_rope ? 4 : 1);
+  const UnitAllocation units(errors, options.widths, options.pre_rope ? 4 : 1,
+                             options.max_code_units);
   const double unit_bits = options.unit_bits >= 0.0 ? options.unit_bits
                            : options.pre_rope       ? 16.0
                                                     : 0.25 * shape.head_dim;

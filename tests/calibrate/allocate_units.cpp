@@ -151,6 +151,27 @@ TEST_CASE("units that cost time are fewer, and whole groups of 32 channels lose 
       "every head",
       ShapeError);
   CHECK_THROWS_AS(calibrate::UnitAllocation(errors, std::vector<int>{3, 2}), ValueError);
+  // Kernels for few units: no head has more.
+  for (const int most : {1, 2, 16}) {
+    const calibrate::UnitAllocation few(errors, widths, 1, most);
+    for (const double budget : {512.0, 4096.0}) {
+      for (const std::vector<std::uint8_t>& bits : few.within(budget, list_bytes, 0.0).bits)
+        CHECK(code_units(bits).count() <= most);
+    }
+  }
+  CHECK_THROWS_WITH_AS(calibrate::UnitAllocation(errors, widths, 1, 17),
+                       "allocate_units: at most 1 to 16 units, given 17", ValueError);
+  // Units of keys that take time in fours: none are as dear as four.
+  const auto keys_of = [&](int at_once) {
+    const calibrate::UnitAllocation own(errors, widths, at_once);
+    const calibrate::AllocatedBits all = own.within(8 * 128.0, list_bytes, 64.0);
+    int over = 0;
+    for (std::size_t head = 0; head < all.bits.size(); head += 2)
+      over += code_units(all.bits[head]).count() > 4 ? 1 : 0;
+    return std::pair{over, all.error};
+  };
+  CHECK(keys_of(4).first == 0);
+  CHECK(keys_of(4).second < keys_of(1).second);
 }
 
 }  // namespace allocate_units_tests

@@ -42,19 +42,26 @@ class UnitAllocation {
   /// @param widths  widths that may be used besides 0, ascending, 1 to 8
   /// @param key_units_at_once  where it is more than 1, units of keys take the time of the next
   ///   multiple of it, and none that of one multiple
-  /// @throws ValueError, ShapeError  as allocate_by_errors(), and for an odd number of spectra
+  /// @param most_units  units of a spectrum, 1 to kMaxCodeUnits
+  /// @throws ValueError, ShapeError  as allocate_by_errors(), and for an odd number of spectra, or
+  ///   most_units out of range
   ///
   /// Cost: O(channels^2 x widths) for each spectrum, O(channels^2) for each head.
   template <class Real = double>
   UnitAllocation(std::type_identity_t<std::span<const Eigen::MatrixX<Real>>> errors,
-                 std::span<const int> widths, int key_units_at_once = 1) {
+                 std::span<const int> widths, int key_units_at_once = 1,
+                 int most_units = kMaxCodeUnits) {
     detail::check_errors<Real>(errors, widths);
     if (errors.size() % 2 != 0)
       ::lowrankkv::detail::fail<ShapeError>(
           "allocate_units: ", errors.size(),
           " spectra, an even number expected: keys and values of every head");
+    if (most_units < 1 || most_units > kMaxCodeUnits)
+      ::lowrankkv::detail::fail<ValueError>("allocate_units: at most 1 to ", kMaxCodeUnits,
+                                            " units, given ", most_units);
     for (std::size_t spectrum = 0; spectrum < errors.size(); spectrum += 2)
-      heads_.emplace_back(errors[spectrum], errors[spectrum + 1], widths, key_units_at_once);
+      heads_.emplace_back(errors[spectrum], errors[spectrum + 1], widths, key_units_at_once,
+                          most_units);
   }
 
   /// @brief The allocation that loses least in at most `budget` bytes (up to one step of one head).
@@ -127,8 +134,9 @@ class UnitAllocation {
 
     template <class Real>
     Head(const Eigen::MatrixX<Real>& keys, const Eigen::MatrixX<Real>& values,
-         std::span<const int> widths, int key_units_at_once)
-        : parts{candidates_of(keys, widths), candidates_of(values, widths)} {
+         std::span<const int> widths, int key_units_at_once, int most_units)
+        : parts{candidates_of(keys, widths, most_units),
+                candidates_of(values, widths, most_units)} {
       std::map<std::pair<int, int>, Pair> least;  // by bits and units
       for (std::size_t key = 0; key < parts[0].size(); ++key) {
         for (std::size_t value = 0; value < parts[1].size(); ++value) {
@@ -161,7 +169,7 @@ class UnitAllocation {
   /// The first one has no bits.
   template <class Real>
   static std::vector<Candidate> candidates_of(const Eigen::MatrixX<Real>& errors,
-                                              std::span<const int> widths) {
+                                              std::span<const int> widths, int most_units) {
     const std::vector<std::uint8_t> none(static_cast<std::size_t>(errors.rows()), 0);
     const double all = errors.col(0).sum();
     std::vector<Candidate> result{{all, {}, none}};
@@ -175,7 +183,7 @@ class UnitAllocation {
         Candidate own{all, {}, none};
         fill(steps, size * kLeastBits, own);
         own.units = code_units(own.bits);
-        if (own.units.count() <= kMaxCodeUnits) result.push_back(std::move(own));
+        if (own.units.count() <= most_units) result.push_back(std::move(own));
       }
     }
     return result;

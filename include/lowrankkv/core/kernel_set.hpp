@@ -28,8 +28,8 @@ struct KernelSet {
   static constexpr bool full_rows_8 = true;  ///< full rows in 8 bits (full_row_bits)
   static constexpr int head_dim = 0;         ///< the only head_dim; 0: any
   static constexpr int max_rank = 0;  ///< the largest rank of f16 or bf16 coefficients; 0: any
-  /// The most units of codes that a head's keys or values have, each 32 channels of one plane of
-  /// bits (16 at most); 0: any. Codes of 2, 4 and 8 bits of 128 channels have up to 8 units.
+  /// The most units of codes that a head's keys or values have, each 32 planes of one width (16 at
+  /// most); 0: any. BudgetOptions::max_code_units keeps a byte budget within it.
   static constexpr int max_code_units = 0;
 };
 
