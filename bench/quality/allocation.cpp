@@ -3,6 +3,8 @@
 // them for the GPU; "8x12.4x20" are 12 channels of 8 bits and 20 of 4. One line a ratio: the ratio,
 // what is lost (the squared error of a layer's output that is expected of a token, relative to its
 // residual stream's square, summed over layers, relative to the first line's), then the layers.
+// That error is of Gaussian channels whose bits fall along their variances; budgeted() measures
+// errors on sample rows, so that some of its channels have bits in another order.
 // Arguments: a bundle of calibrate, query heads, KV heads, head_dim, layers, then ratios.
 #include <cstdio>
 #include <cstdlib>
